@@ -1,0 +1,125 @@
+"""How tokens are chosen and when a request ends: `SamplingParams`, with vLLM's names and defaults.
+
+Rules that need no model are checked by `validate`; those that need the vocabulary or the context length are
+`frontend.input_processor`'s.
+"""
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from trioengine.errors import RequestError
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 4096
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What one output of a stream holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """Everything, once, at the end."""
+
+
+def _stop_tuple(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+@attrs.frozen
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token; larger is more random."""
+    top_p: float = 1.0
+    """Only the most likely tokens whose probabilities sum to this; 0 is greedy, 1 is off."""
+    top_k: int = 0
+    """Only this many most likely tokens; 0 and -1 are off."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as likely as the most likely one; 0 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that the output has, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the output has it, -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides (or, below zero, multiplies) the logit of each token that prompt or output has; 1 is off."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids, -100 to 100."""
+    seed: int | None = None
+    """The same seed gives the same tokens, alone and in any batch. None draws one."""
+    max_tokens: int | None = 16
+    """The most tokens to generate. None is what the context leaves."""
+    min_tokens: int = 0
+    """No end-of-text token, stop token or stop string ends the output before this many tokens."""
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_stop_tuple)
+    """Strings that end the output; it is cut before them."""
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    """Tokens that end the output."""
+    ignore_eos: bool = False
+    """Goes on after the model's end-of-text token."""
+    include_stop_str_in_output: bool = False
+    """Cuts the output after the stop string instead of before it, and shows an end token's text."""
+    skip_special_tokens: bool = True
+    """Leaves control tokens out of the text."""
+    detokenize: bool = True
+    """False leaves `text` empty; stop strings then have no effect and are refused."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What one output of the stream holds."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0 or self.top_p == 0
+
+    def validate(self) -> None:
+        """Check every rule that needs no model.
+
+        Raises:
+            RequestError: naming the first field at fault. Nothing has been sent then.
+        """
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        if self.top_k < -1:
+            raise RequestError(f"top_k must be at least 0, or -1 for off, not {self.top_k}.", param="top_k")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise RequestError("seed must be a 64-bit integer.", param="seed")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {self.max_tokens}.", param="max_tokens")
+        if self.min_tokens < 0:
+            raise RequestError(f"min_tokens must be at least 0, not {self.min_tokens}.", param="min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).", param="min_tokens"
+            )
+        self._validate_stops()
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    def _validate_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop has {len(self.stop)} strings; the limit is {MAX_STOP_STRINGS}.", param="stop")
+        for position, text in enumerate(self.stop):
+            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                raise RequestError(
+                    f"stop[{position}] must have 1 to {MAX_STOP_STRING_CHARS} characters.", param=f"stop[{position}]"
+                )
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs detokenize, as it looks for text.", param="stop")
+
+
+def _check_range(name: str, value: float, minimum: float, maximum: float) -> None:
+    # `not (a <= x <= b)` also refuses NaN.
+    if not (minimum <= value <= maximum) or math.isinf(value):
+        raise RequestError(f"{name} must be between {minimum:g} and {maximum:g}, not {value}.", param=name)

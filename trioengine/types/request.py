@@ -1,0 +1,56 @@
+"""`GenerateRequest`: the one object that describes a request from the caller down to the process border."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import attrs
+
+from trioengine.types.params import SamplingParams
+
+ChatMessage: TypeAlias = Mapping[str, object]
+"""One message as the chat template sees it: `role`, `content` (a string) and whatever else the template reads."""
+
+
+@attrs.frozen
+class TextPrompt:
+    """A text to continue, as it is: no chat template. Special tokens in it are plain text."""
+
+    text: str
+
+
+@attrs.frozen
+class TokensPrompt:
+    """Token ids to continue."""
+
+    token_ids: Sequence[int]
+
+
+@attrs.frozen
+class ChatPrompt:
+    """A conversation, rendered by the model's chat template."""
+
+    messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, object] = attrs.field(factory=dict[str, object])
+
+
+Prompt: TypeAlias = TextPrompt | TokensPrompt | ChatPrompt
+
+
+def _prompt(value: "Prompt | str | Sequence[int]") -> Prompt:
+    if isinstance(value, (TextPrompt, TokensPrompt, ChatPrompt)):
+        return value
+    return TextPrompt(value) if isinstance(value, str) else TokensPrompt(value)
+
+
+@attrs.frozen
+class GenerateRequest:
+    """A request for text. Travels whole; no function takes its fields apart and passes them on.
+
+    A string as `prompt` is a `TextPrompt`, a list of integers a `TokensPrompt`.
+    """
+
+    prompt: Prompt = attrs.field(converter=_prompt)
+    sampling: SamplingParams = attrs.field(factory=SamplingParams)
+    request_id: str | None = None
+    """The caller's name for it, in logs and outputs; need not be unique. None draws one."""
