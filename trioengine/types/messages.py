@@ -1,0 +1,195 @@
+"""The wire protocol between front ends and engine cores.
+
+Front end to core: `EngineCoreRequest`, `AbortRequests`, `CallRequest`, `Stop`. Core to front end: `Starting`, `Ready`,
+`StepOutput`, `Reply`, `EngineDead`. `types.codec` turns each to bytes and back; a snapshot test holds the format.
+
+A *slot* is a small integer that the front end gives a request, so that routing an output is one list lookup. It stays
+reserved until the core's `Finished` for it arrives; every `EngineCoreRequest` gets exactly one `Finished`.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Generic, TypeAlias, TypeVar
+
+import attrs
+
+from trioengine.types.output import FinishReason
+from trioengine.types.params import SamplingParams
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+def pack_int32(values: Sequence[int]) -> bytes:
+    """Integers as a column of a message: int32 in the machine's byte order (both ends share a machine or an order)."""
+    return array("i", values).tobytes()
+
+
+def unpack_int32(column: bytes) -> memoryview:
+    """A column of a message as a sequence of integers, without a copy. Its length is a multiple of four."""
+    return memoryview(column).cast("i")
+
+
+# Errors as data
+
+
+@attrs.frozen
+class ErrorData:
+    """An exception on its way to another process. `codec.raise_error` raises it as the same class."""
+
+    name: str
+    """The class's name in `trioengine.errors`; another class arrives as `EngineGenerateError`."""
+    fields: dict[str, str | int | float | None]
+
+
+# Front end -> core
+
+
+@attrs.frozen
+class EngineCoreRequest:
+    """Start one sequence."""
+
+    slot: int
+    request_id: str
+    """Unique among all requests of this front end, ever."""
+    prompt_token_ids: bytes
+    """int32 column; at least one."""
+    sampling: SamplingParams
+    """Checked. `max_tokens` is set and fits the context."""
+    seed: int
+    """Unsigned 64 bits: the request's own, or drawn."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's end tokens; empty with `ignore_eos`."""
+
+
+@attrs.frozen
+class AbortRequests:
+    """Forget the requests in these slots. Unknown or finished ones are ignored."""
+
+    slots: tuple[int, ...]
+
+
+class Call(Generic[R_co]):
+    """An operation on the core: one frozen attrs class each, one handler each (`core.operations`).
+
+    `R_co` is the type of the reply: `await engine.call(GetLoad())` is a `CoreLoad`.
+    """
+
+
+@attrs.frozen
+class CoreLoad:
+    """What a core has to do at this moment."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+
+
+@attrs.frozen
+class GetLoad(Call[CoreLoad]):
+    """Count the core's requests and free KV cache blocks."""
+
+
+@attrs.frozen
+class CheckIntegrity(Call[None]):
+    """Check the core's books: every block is free or held exactly as often as counted. Raises where it is not."""
+
+
+@attrs.frozen
+class CallRequest:
+    """Run an operation; a `Reply` with the same `call_id` follows."""
+
+    call_id: int
+    call: Call[object]
+
+
+@attrs.frozen
+class Stop:
+    """End the core process. What is unfinished is dropped without an answer."""
+
+
+# Core -> front end
+
+
+@attrs.frozen
+class Starting:
+    """The core is loading."""
+
+    stage: str
+    fraction: float
+    """0 to 1, of this stage."""
+
+
+@attrs.frozen
+class ModelFacts:
+    """What a front end must know about the model that the core runs."""
+
+    max_model_len: int
+    """The most tokens of prompt and answer together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@attrs.frozen
+class Ready:
+    """The core takes requests."""
+
+    model: ModelFacts
+    num_blocks: int
+    block_size: int
+    reasons: dict[str, str]
+    """Derived setting -> its value and why."""
+
+
+@attrs.frozen
+class Finished:
+    """The last word about a slot."""
+
+    slot: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The token of `stop_token_ids` that ended it."""
+    error: ErrorData | None = None
+    """Why this one request failed. Tokens before it are valid."""
+
+
+@attrs.frozen
+class StepOutput:
+    """What one or more steps generated for one front end, in columns."""
+
+    sequence: int
+    """Counts this front end's `StepOutput`s from 0; a gap means that one was lost."""
+    step: int
+    timestamp_s: float
+    """The core's monotonic clock when the step ended."""
+    slots: bytes = b""
+    """int32: a row for each sequence with new tokens."""
+    tokens: bytes = b""
+    """int32: the rows' tokens, one row after another."""
+    counts: bytes = b""
+    """int32: tokens of each row; empty when every row has one."""
+    finished: tuple[Finished, ...] = ()
+
+
+@attrs.frozen
+class Reply:
+    """The answer to a `CallRequest`."""
+
+    call_id: int
+    value: bytes = b""
+    """The reply, encoded by `codec.encode_reply` as the operation's type says."""
+    error: ErrorData | None = None
+
+
+@attrs.frozen
+class EngineDead:
+    """The core's last message: why it ends."""
+
+    error: ErrorData
+
+
+ToCore: TypeAlias = EngineCoreRequest | AbortRequests | CallRequest | Stop
+FromCore: TypeAlias = Starting | Ready | StepOutput | Reply | EngineDead
+
+CALLS: tuple[type[Call[object]], ...] = (GetLoad, CheckIntegrity)
+"""Every operation. The place in this tuple is its tag on the wire."""
