@@ -1,0 +1,5 @@
+"""`rope`: which implementation runs. There is one so far, the reference."""
+
+from trioengine_kernels.rope.reference import rope
+
+__all__ = ["rope"]
