@@ -1,0 +1,65 @@
+"""What the environment says about places, logs and the machine."""
+
+from pathlib import Path
+
+import pytest
+
+from trioengine.config import env
+from trioengine.errors import ConfigError
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(env, "_CGROUP", tmp_path)
+    return tmp_path
+
+
+def test_the_cache_is_where_its_variable_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRIOENGINE_CACHE", str(tmp_path / "models"))
+    assert env.cache_dir() == tmp_path / "models"
+
+
+def test_the_cache_is_in_the_users_cache_directory_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRIOENGINE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert env.cache_dir() == tmp_path / "trioengine"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert env.cache_dir() == tmp_path / ".cache" / "trioengine"
+
+
+def test_sockets_go_to_the_users_runtime_directory_first_and_tmp_is_always_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    monkeypatch.setenv("TMPDIR", "relative")
+    assert env.runtime_dirs()[0] == Path("/run/user/1000")
+    assert Path("/tmp") in env.runtime_dirs()
+    assert all(path.is_absolute() for path in env.runtime_dirs())
+
+
+def test_a_log_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIOENGINE_LOG_LEVEL", "DEBUG")
+    assert env.log_level() == "debug"
+    monkeypatch.setenv("TRIOENGINE_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="TRIOENGINE_LOG_LEVEL"):
+        env.log_level()
+
+
+def test_a_containers_limits_bound_what_the_machine_has(cgroup: Path) -> None:
+    (cgroup / "memory.max").write_text("1048576\n")
+    (cgroup / "cpu.max").write_text("50000 100000\n")
+    facts = env.hardware_facts()
+    assert facts.ram_bytes == 1048576
+    assert facts.num_cpus == 1
+    assert facts.flops_per_s == env.FLOPS_PER_CPU_PER_S
+
+
+@pytest.mark.parametrize("content", ["max\n", "max 100000\n", "", "nonsense", None])
+def test_without_a_limit_the_machine_itself_counts(cgroup: Path, content: str | None) -> None:
+    if content is not None:
+        (cgroup / "memory.max").write_text(content)
+        (cgroup / "cpu.max").write_text(content)
+    facts = env.hardware_facts()
+    assert facts.num_cpus >= 1
+    assert facts.ram_bytes > 2**28

@@ -1,0 +1,132 @@
+"""`resolve`: the numbers it derives are consistent, explained, and what the user set is kept."""
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from trioengine.config import EngineConfig, HardwareFacts, ModelShape, resolve
+from trioengine.errors import ConfigError
+
+SMOLLM2_135M = ModelShape(
+    num_parameters=134_515_008, max_position_embeddings=8192, kv_bytes_per_token=30 * 2 * 3 * 64 * 4, vocab_size=49152
+)
+TWO_CORES = HardwareFacts(num_cpus=2, ram_bytes=16 * 2**30, flops_per_s=100e9)
+LARGE_MACHINE = HardwareFacts(num_cpus=64, ram_bytes=512 * 2**30, flops_per_s=3200e9)
+
+
+def test_a_full_step_of_the_default_model_on_two_cores_stays_near_300_ms() -> None:
+    resolved = resolve(EngineConfig(), SMOLLM2_135M, TWO_CORES)
+    assert resolved.max_num_batched_tokens == 96
+    assert "300 ms" in resolved.reasons["max_num_batched_tokens"]
+
+
+def test_a_fast_machine_gets_the_cpu_default() -> None:
+    resolved = resolve(EngineConfig(), SMOLLM2_135M, LARGE_MACHINE)
+    assert resolved.max_num_batched_tokens == 256
+    assert resolved.max_num_seqs == 256
+
+
+def test_a_huge_model_on_a_slow_machine_still_gets_some_tokens_per_step() -> None:
+    huge = ModelShape(70_000_000_000, 4096, 1024, 32000)
+    assert resolve(EngineConfig(), huge, TWO_CORES).max_num_batched_tokens == 16
+
+
+def test_fewer_threads_make_smaller_steps() -> None:
+    resolved = resolve(EngineConfig(cpu_threads=1), SMOLLM2_135M, TWO_CORES)
+    assert resolved.cpu_threads == 1
+    assert resolved.max_num_batched_tokens == 48
+
+
+def test_what_the_user_set_is_kept() -> None:
+    config = EngineConfig(max_model_len=1000, max_num_batched_tokens=777, max_num_seqs=7, cpu_threads=3, block_size=8)
+    resolved = resolve(config, SMOLLM2_135M, TWO_CORES)
+    assert resolved.max_model_len == 1000
+    assert resolved.max_num_batched_tokens == 777
+    assert resolved.max_num_seqs == 7
+    assert resolved.cpu_threads == 3
+    assert resolved.block_size == 8
+    assert resolved.num_kv_blocks == 7 * 125
+
+
+def test_every_running_sequence_fits_into_a_step() -> None:
+    resolved = resolve(EngineConfig(max_num_batched_tokens=10), SMOLLM2_135M, TWO_CORES)
+    assert resolved.max_num_seqs == 10
+    assert "lowered from 256" in resolved.reasons["max_num_seqs"]
+
+
+def test_the_kv_cache_takes_a_quarter_of_memory_where_the_sequences_need_more() -> None:
+    resolved = resolve(EngineConfig(), SMOLLM2_135M, TWO_CORES)
+    block_bytes = 16 * SMOLLM2_135M.kv_bytes_per_token
+    assert resolved.num_kv_blocks == 4 * 2**30 // block_bytes
+    assert "quarter" in resolved.reasons["num_kv_blocks"]
+
+
+def test_the_kv_cache_takes_no_more_than_the_sequences_need() -> None:
+    resolved = resolve(EngineConfig(max_num_seqs=2, max_model_len=100), SMOLLM2_135M, TWO_CORES)
+    assert resolved.num_kv_blocks == 2 * 7
+
+
+def test_kv_cache_memory_as_set_overrides_both() -> None:
+    block_bytes = 16 * SMOLLM2_135M.kv_bytes_per_token
+    config = EngineConfig(kv_cache_memory_bytes=1000 * block_bytes + 5)
+    assert resolve(config, SMOLLM2_135M, TWO_CORES).num_kv_blocks == 1000
+
+
+def test_a_kv_cache_too_small_for_one_sequence_is_refused_with_the_memory_it_needs() -> None:
+    needed = 512 * 16 * SMOLLM2_135M.kv_bytes_per_token
+    with pytest.raises(ConfigError, match=str(needed)) as caught:
+        resolve(EngineConfig(kv_cache_memory_bytes=needed - 1), SMOLLM2_135M, TWO_CORES)
+    assert caught.value.option == "kv_cache_memory_bytes"
+    assert resolve(EngineConfig(kv_cache_memory_bytes=needed), SMOLLM2_135M, TWO_CORES).num_kv_blocks == 512
+
+
+def test_a_context_longer_than_the_model_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="8192") as caught:
+        resolve(EngineConfig(max_model_len=8193), SMOLLM2_135M, TWO_CORES)
+    assert caught.value.option == "max_model_len"
+
+
+@given(
+    config=st.builds(
+        EngineConfig,
+        max_model_len=st.none() | st.integers(2, 100_000),
+        block_size=st.integers(1, 64),
+        kv_cache_memory_bytes=st.none() | st.integers(1, 2**40),
+        max_num_seqs=st.integers(1, 1000),
+        max_num_batched_tokens=st.none() | st.integers(1, 10_000),
+        cpu_threads=st.none() | st.integers(1, 128),
+    ),
+    model=st.builds(
+        ModelShape,
+        num_parameters=st.integers(1, 10**12),
+        max_position_embeddings=st.integers(2, 10**6),
+        kv_bytes_per_token=st.integers(1, 10**6),
+        vocab_size=st.integers(2, 10**6),
+    ),
+    hardware=st.builds(
+        HardwareFacts,
+        num_cpus=st.integers(1, 256),
+        ram_bytes=st.integers(2**20, 2**42),
+        flops_per_s=st.floats(1e8, 1e15),
+    ),
+)
+def test_whatever_is_asked_the_numbers_fit_each_other_or_are_refused(
+    config: EngineConfig, model: ModelShape, hardware: HardwareFacts
+) -> None:
+    try:
+        resolved = resolve(config, model, hardware)
+    except ConfigError as refused:
+        event(str(refused.option))
+        return
+    assert resolved.num_kv_blocks * resolved.block_size >= resolved.max_model_len
+    assert 1 <= resolved.max_num_seqs <= resolved.max_num_batched_tokens
+    assert 2 <= resolved.max_model_len <= model.max_position_embeddings
+    for name, reason in resolved.reasons.items():
+        assert reason.startswith(f"{getattr(resolved, name)}: ")
+    assert set(resolved.reasons) == {
+        "cpu_threads",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "num_kv_blocks",
+    }

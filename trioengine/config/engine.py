@@ -1,0 +1,80 @@
+"""`EngineConfig`: what a user may decide about an engine. None means that `config.resolve` derives the value."""
+
+import attrs
+from attrs.validators import optional
+
+from trioengine.config.options import documented, integer, number, text
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """The options of one engine, checked one by one.
+
+    Raises:
+        ConfigError: a value cannot work, whatever the model. `option` is its name.
+    """
+
+    model: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented(
+            "The model: a folder with safetensors, a .gguf file, the name of a bundled model, or a hub id."
+            " Unset is the default model, fetched when it is missing."
+        ),
+    )
+    served_model_name: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("The name that clients ask for. Unset is the model's own."),
+    )
+    max_model_len: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(2)),
+        metadata=documented("The most tokens of prompt and answer together. Unset is what the model was trained for."),
+    )
+    block_size: int = attrs.field(
+        default=16,
+        validator=integer(1, 1024),
+        metadata=documented("Tokens in one block of the KV cache."),
+    )
+    kv_cache_memory_bytes: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(1)),
+        metadata=documented(
+            "Memory for the KV cache. Unset is a quarter of the machine's memory, or less where all sequences at full"
+            " length need less."
+        ),
+    )
+    max_num_seqs: int = attrs.field(
+        default=256,
+        validator=integer(1, 65536),
+        metadata=documented("The most sequences in one step. Never more than a step has tokens."),
+    )
+    max_num_batched_tokens: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(1)),
+        metadata=documented(
+            "The most tokens, of prompts and answers together, in one step. Unset keeps a step near 300 ms, so that"
+            " a cancelled request is felt soon."
+        ),
+    )
+    cpu_threads: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(1, 4096)),
+        metadata=documented("Threads that compute. Unset is one for each processor this process may use."),
+    )
+    step_timeout_s: float = attrs.field(
+        default=120.0,
+        validator=number(0.1),
+        metadata=documented("A step that takes longer than this many seconds counts as the death of the engine."),
+    )
+    startup_timeout_s: float = attrs.field(
+        default=600.0,
+        validator=number(0.1),
+        metadata=documented("The most seconds the engine core may take to start and load, downloads not counted."),
+    )
+    core_stop_timeout_s: float = attrs.field(
+        default=5.0,
+        validator=number(0.0),
+        metadata=documented("Seconds that a core which is asked to stop gets before it is terminated, then killed."),
+    )

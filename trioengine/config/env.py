@@ -1,0 +1,79 @@
+"""The one module that reads the environment: variables, and what the machine lets this process use.
+
+Functions, not constants: each call looks again, so tests and host programs may change the environment.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+from trioengine.config.resolve import HardwareFacts
+from trioengine.errors import ConfigError
+
+CACHE_VARIABLE = "TRIOENGINE_CACHE"
+LOG_LEVEL_VARIABLE = "TRIOENGINE_LOG_LEVEL"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+FLOPS_PER_CPU_PER_S = 50e9
+"""fp32 matrix products on one core of a common x86 or ARM machine while the others work too: 72 GFLOP/s were measured
+for one core alone and 52 for each of two. Only the size of a step is derived from it, so nothing is measured at start.
+"""
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def cache_dir() -> Path:
+    """Where models are kept: `TRIOENGINE_CACHE`, else `trioengine` in the user's cache directory. May not exist yet."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is to be ignored.
+    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "trioengine"
+
+
+def runtime_dirs() -> tuple[Path, ...]:
+    """Where a private directory for sockets may be made, best first: short-lived, per user, on this machine."""
+    named = (os.environ.get(variable, "") for variable in ("XDG_RUNTIME_DIR", "TMPDIR"))
+    candidates = [Path(name) for name in named if os.path.isabs(name)]
+    return tuple(dict.fromkeys([*candidates, Path("/tmp"), Path(tempfile.gettempdir())]))
+
+
+def log_level() -> str:
+    """`TRIOENGINE_LOG_LEVEL` in small letters, "info" when unset.
+
+    Raises:
+        ConfigError: it is no level.
+    """
+    level = os.environ.get(LOG_LEVEL_VARIABLE, "").lower() or "info"
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"{LOG_LEVEL_VARIABLE} must be one of {', '.join(LOG_LEVELS)}.", option=LOG_LEVEL_VARIABLE)
+    return level
+
+
+def hardware_facts() -> HardwareFacts:
+    """What this process may use: its processor set and memory, within the limits of its container (cgroup v2)."""
+    num_cpus = _num_cpus()
+    return HardwareFacts(num_cpus=num_cpus, ram_bytes=_ram_bytes(), flops_per_s=num_cpus * FLOPS_PER_CPU_PER_S)
+
+
+def _num_cpus() -> int:
+    # macOS has no processor sets.
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    quota_us, _, period_us = _read(_CGROUP / "cpu.max").partition(" ")
+    if quota_us.isdigit() and period_us.isdigit() and int(period_us) > 0:
+        num_cpus = min(num_cpus, -(-int(quota_us) // int(period_us)))
+    return max(1, num_cpus)
+
+
+def _ram_bytes() -> int:
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(_CGROUP / "memory.max")
+    return min(ram_bytes, int(limit)) if limit.isdigit() and int(limit) > 0 else ram_bytes
+
+
+def _read(path: Path) -> str:
+    """A small file's content, or nothing: the file systems of containers differ."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

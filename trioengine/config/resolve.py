@@ -1,0 +1,168 @@
+"""From what the user asked, what the model is and what the machine has, to the numbers an engine core runs with.
+
+A pure function: it reads no file, no environment and no clock. `config.env.hardware_facts` looks at the machine.
+"""
+
+from collections.abc import Mapping
+
+import attrs
+
+from trioengine.config.engine import EngineConfig
+from trioengine.errors import ConfigError
+
+CPU_MAX_NUM_BATCHED_TOKENS = 256
+TARGET_STEP_S = 0.3
+"""An abort is felt after at most one step, so a full one should not take longer than this."""
+MIN_NUM_BATCHED_TOKENS = 16
+KV_CACHE_SHARE_OF_RAM = 0.25
+
+
+@attrs.frozen
+class ModelShape:
+    """Sizes of a model, known from its file before its weights are read."""
+
+    num_parameters: int
+    max_position_embeddings: int
+    kv_bytes_per_token: int
+    """Keys and values of one token in all layers."""
+    vocab_size: int
+
+
+@attrs.frozen
+class HardwareFacts:
+    """What this process may use of the machine."""
+
+    num_cpus: int
+    ram_bytes: int
+    flops_per_s: float
+    """Floating-point operations per second of a matrix product on all `num_cpus`. An estimate."""
+
+
+@attrs.frozen
+class ResolvedConfig:
+    """The numbers an engine core runs with. Consistent with each other."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_kv_blocks: int
+    cpu_threads: int
+    reasons: Mapping[str, str]
+    """For each derived number its value and why: `{"cpu_threads": "2: one for each processor"}`."""
+
+
+def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) -> ResolvedConfig:
+    """The numbers to run this model with on this machine.
+
+    A value that the user set is taken as it is, or refused.
+
+    Raises:
+        ConfigError: the options do not fit the model or the machine. `option` names the one to change.
+    """
+    reasons: dict[str, str] = {}
+    cpu_threads = _cpu_threads(config, hardware, reasons)
+    max_model_len = _max_model_len(config, model, reasons)
+    max_num_batched_tokens = _max_num_batched_tokens(config, model, hardware, cpu_threads, reasons)
+    max_num_seqs = _max_num_seqs(config, max_num_batched_tokens, reasons)
+    num_kv_blocks = _num_kv_blocks(config, model, hardware, max_model_len, max_num_seqs, reasons)
+    return ResolvedConfig(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        block_size=config.block_size,
+        num_kv_blocks=num_kv_blocks,
+        cpu_threads=cpu_threads,
+        reasons=reasons,
+    )
+
+
+def _cpu_threads(config: EngineConfig, hardware: HardwareFacts, reasons: dict[str, str]) -> int:
+    if config.cpu_threads is not None:
+        reasons["cpu_threads"] = f"{config.cpu_threads}: as set"
+        return config.cpu_threads
+    reasons["cpu_threads"] = f"{hardware.num_cpus}: one for each processor that this process may use"
+    return hardware.num_cpus
+
+
+def _max_model_len(config: EngineConfig, model: ModelShape, reasons: dict[str, str]) -> int:
+    trained = model.max_position_embeddings
+    if config.max_model_len is None:
+        reasons["max_model_len"] = f"{trained}: what the model was trained for"
+        return trained
+    if config.max_model_len > trained:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but this model was trained for {trained} tokens.",
+            option="max_model_len",
+        )
+    reasons["max_model_len"] = f"{config.max_model_len}: as set; the model was trained for {trained}"
+    return config.max_model_len
+
+
+def _max_num_batched_tokens(
+    config: EngineConfig, model: ModelShape, hardware: HardwareFacts, cpu_threads: int, reasons: dict[str, str]
+) -> int:
+    if config.max_num_batched_tokens is not None:
+        reasons["max_num_batched_tokens"] = f"{config.max_num_batched_tokens}: as set"
+        return config.max_num_batched_tokens
+    usable = hardware.flops_per_s * min(cpu_threads, hardware.num_cpus) / hardware.num_cpus
+    # A token takes one multiplication and one addition per parameter.
+    seconds_per_token = 2 * model.num_parameters / usable
+    fitting = int(TARGET_STEP_S / seconds_per_token) // config.block_size * config.block_size
+    num_tokens = max(MIN_NUM_BATCHED_TOKENS, min(CPU_MAX_NUM_BATCHED_TOKENS, fitting))
+    reasons["max_num_batched_tokens"] = (
+        f"{num_tokens}: at most {CPU_MAX_NUM_BATCHED_TOKENS} on a CPU, at least {MIN_NUM_BATCHED_TOKENS}, and a step"
+        f" near {TARGET_STEP_S * 1000:.0f} ms at an estimated {seconds_per_token * 1000:.2g} ms per token"
+    )
+    return num_tokens
+
+
+def _max_num_seqs(config: EngineConfig, max_num_batched_tokens: int, reasons: dict[str, str]) -> int:
+    """At most one sequence per token of a step, so that each running sequence gets its token in every step."""
+    if config.max_num_seqs <= max_num_batched_tokens:
+        reasons["max_num_seqs"] = f"{config.max_num_seqs}: as configured"
+        return config.max_num_seqs
+    reasons["max_num_seqs"] = (
+        f"{max_num_batched_tokens}: lowered from {config.max_num_seqs} to the tokens of one step, so that every running"
+        " sequence gets a token in each"
+    )
+    return max_num_batched_tokens
+
+
+def _num_kv_blocks(
+    config: EngineConfig,
+    model: ModelShape,
+    hardware: HardwareFacts,
+    max_model_len: int,
+    max_num_seqs: int,
+    reasons: dict[str, str],
+) -> int:
+    block_bytes = config.block_size * model.kv_bytes_per_token
+    blocks_per_sequence = -(-max_model_len // config.block_size)
+    if config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // block_bytes
+        origin = "kv_cache_memory_bytes as set"
+    else:
+        affordable = int(hardware.ram_bytes * KV_CACHE_SHARE_OF_RAM) // block_bytes
+        needed = max_num_seqs * blocks_per_sequence
+        num_blocks = min(affordable, needed)
+        origin = (
+            f"what {max_num_seqs} sequences of {max_model_len} tokens need"
+            if needed <= affordable
+            else f"a quarter of {_mebibytes(hardware.ram_bytes)} memory"
+        )
+    if num_blocks < blocks_per_sequence:
+        raise ConfigError(
+            f"The KV cache has room for {num_blocks * config.block_size} tokens ({origin}), but one sequence of"
+            f" max_model_len {max_model_len} tokens needs {blocks_per_sequence * block_bytes} bytes. Set"
+            " kv_cache_memory_bytes to at least that, or lower max_model_len.",
+            option="kv_cache_memory_bytes",
+        )
+    reasons["num_kv_blocks"] = (
+        f"{num_blocks}: {_mebibytes(num_blocks * block_bytes)} in blocks of {block_bytes} bytes; {origin}"
+    )
+    return num_blocks
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
