@@ -167,6 +167,13 @@ class EngineStartError(TrioEngineError):
 
 
 @attrs.define(eq=False, str=False)
+class ServerStartError(TrioEngineError):
+    """The HTTP server cannot listen, or its application's startup failed. Nothing listens; the message says why."""
+
+    code: ClassVar[str] = "server_start_failed"
+
+
+@attrs.define(eq=False, str=False)
 class ConfigError(TrioEngineError):
     """An option has a value that cannot work. `option` is its name."""
 
@@ -195,3 +202,10 @@ class CodecError(TrioEngineError):
 
 def _rebuild(error_class: type[TrioEngineError], fields: dict[str, object]) -> TrioEngineError:
     return error_class(**fields)  # pyright: ignore[reportArgumentType]
+
+
+@attrs.define(eq=False, str=False)
+class PeerUnreachableError(TrioEngineError):
+    """The process that a message is for is not connected: it has gone, or has not come yet. Nothing was sent."""
+
+    code: ClassVar[str] = "peer_unreachable"

@@ -1,0 +1,68 @@
+"""The engine core's end: a ZeroMQ socket that never blocks, and `poll`, the one place where a core waits.
+
+Knows no event loop, and nothing of what the messages mean.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import zmq
+
+from trioengine.transport import frames
+from trioengine.transport.frames import EVENTS, POLLOUT
+from trioengine.transport.interface import MAX_READY_MESSAGES
+
+
+class BlockingSocket:
+    """A DEALER towards one front end. Not for use from two threads at once."""
+
+    def __init__(self, socket: zmq.Socket[bytes], *, owned_context: zmq.Context[zmq.Socket[bytes]] | None = None):
+        """Take over `socket`, and `owned_context` (which must hold no other socket) if one is given."""
+        self._socket = socket
+        self._owned_context = owned_context
+
+    @property
+    def zmq_socket(self) -> zmq.Socket[bytes]:
+        """The socket itself, for `poll`."""
+        return self._socket
+
+    def drain(self, max_messages: int = MAX_READY_MESSAGES) -> list[list[bytes]]:
+        """All messages that are here now, at most `max_messages`, the oldest first; an empty list for none."""
+        messages: list[list[bytes]] = []
+        while len(messages) < max_messages and (parts := frames.try_receive(self._socket)) is not None:
+            messages.append(parts)
+        return messages
+
+    def try_send(self, parts: Sequence[bytes]) -> bool:
+        """Send one message whole and return True; return False, having sent nothing, while the queue is full."""
+        if frames.try_send(self._socket, parts):
+            return True
+        # ZeroMQ looks at most about once a millisecond whether the other side has made room; EVENTS makes it look.
+        return bool(int(self._socket.get(EVENTS)) & POLLOUT) and frames.try_send(self._socket, parts)
+
+    def close(self) -> None:
+        """Close at once; unsent messages are dropped. May be called again."""
+        if self._socket.closed:
+            return
+        self._socket.close(linger=0)
+        if self._owned_context is not None:
+            self._owned_context.term()
+
+
+def poll(
+    inboxes: Iterable[BlockingSocket], *, full: Iterable[BlockingSocket] = (), timeout_s: float | None = None
+) -> bool:
+    """Block until one of `inboxes` has a message or one of `full` has room to send; False when the time ran out first.
+
+    Args:
+        inboxes: sockets to wait for messages on.
+        full: sockets whose `try_send` has refused, waited for until they would take a message.
+        timeout_s: None waits for ever, 0 only looks.
+    """
+    poller = zmq.Poller()
+    flags: dict[BlockingSocket, int] = dict.fromkeys(inboxes, int(zmq.POLLIN))
+    for socket in full:
+        flags[socket] = flags.get(socket, 0) | POLLOUT
+    for socket, wanted in flags.items():
+        poller.register(socket.zmq_socket, wanted)
+    return bool(poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
