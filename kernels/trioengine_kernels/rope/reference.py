@@ -1,5 +1,5 @@
 # pyright: basic
-"""Rotary position embedding (Su et al., 2021) in the "neox" layout: element i is paired with element i + rotary_dim/2."""
+"""Rotary position embedding (Su et al., 2021), where element i is paired with element i + rotary_dim / 2 ("neox")."""
 
 import torch
 from torch import Tensor
