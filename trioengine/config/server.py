@@ -33,13 +33,18 @@ class ServerConfig:
         validator=integer(1),
         metadata=documented("The most connections at once. Others wait in the kernel's queue."),
     )
+    max_header_bytes: int = attrs.field(
+        default=64 * 1024,
+        validator=integer(1024),
+        metadata=documented("The largest head of a request. A larger one is answered with 431."),
+    )
     keep_alive_timeout_s: float = attrs.field(
         default=75.0,
         validator=number(0.1),
         metadata=documented("Seconds after which a connection without a request is closed."),
     )
     header_timeout_s: float = attrs.field(
-        default=30.0,
+        default=20.0,
         validator=number(0.1),
         metadata=documented("Seconds that a client has to send the head of a request it has begun."),
     )
