@@ -1,0 +1,116 @@
+"""Hypercorn's HTTP/1.1 protocol, changed where it would harm a server that faces a network.
+
+- Pipelined bytes never make `handle` wait: Hypercorn's own waits inside it until the response has ended, so nobody
+  reads the socket and a disconnect goes unseen. Here `handle` returns, and `resume` goes on once the response is done.
+- HTTP/2 in clear text is refused: an `Upgrade: h2c` is ignored (RFC 9110, 7.8), prior knowledge gets a 505.
+- While the server drains, responses say `connection: close`.
+- A refused WebSocket upgrade ends the connection.
+"""
+
+from typing import Any
+
+import h11
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.events import EndBody, Response
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.h11 import H11Protocol, H11WSConnection
+from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
+from wsproto.events import CloseConnection
+from wsproto.frame_protocol import CloseReason
+
+_HTTP_VERSION_NOT_SUPPORTED = 505
+
+
+class _PausedError(Exception):
+    """h11 holds bytes of the next request, which must wait until the response to this one has ended."""
+
+
+class _VersionRefusedError(Exception):
+    """The client speaks a version of HTTP that is not spoken here."""
+
+
+class _PauseByRaising:
+    """Stands where Hypercorn keeps the event that it waits for while paused: raises instead of waiting."""
+
+    async def clear(self) -> None:
+        pass
+
+    async def set(self) -> None:
+        pass
+
+    async def wait(self) -> None:
+        raise _PausedError
+
+    def is_set(self) -> bool:
+        return False
+
+
+class Http1Protocol(H11Protocol):
+    """One HTTP/1.1 connection's protocol state, WebSockets included."""
+
+    num_paused_bytes: int = 0
+    """How much a client has sent beyond the request that is being answered, about: reset by `resume`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.can_read = _PauseByRaising()
+
+    async def handle(self, event: Event) -> None:
+        """Take bytes from the client, or its end. Waits only while the application has too much unread."""
+        try:
+            await super().handle(event)
+        except _PausedError:
+            self.num_paused_bytes += len(event.data) if isinstance(event, RawData) else 0
+        except _VersionRefusedError:
+            await self._refuse_version()
+
+    async def resume(self) -> None:
+        """Go on with the bytes that came during the last response."""
+        self.num_paused_bytes = 0
+        try:
+            await self._handle_events()
+        except _PausedError:
+            pass
+        except _VersionRefusedError:
+            await self._refuse_version()
+
+    @property
+    def has_unparsed_bytes(self) -> bool:
+        """Whether more has come than the request that was answered last."""
+        return bool(self.connection.trailing_data[0])
+
+    @property
+    def is_input_unfinished(self) -> bool:
+        """Whether the client may still be sending, so that closing now could cost it what was sent to it last."""
+        if isinstance(self.connection, H11WSConnection):
+            return True
+        is_complete = self.connection.their_state in (h11.IDLE, h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        return not is_complete or self.has_unparsed_bytes
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        """Send a part of the application's response. Waits while the client does not read."""
+        if isinstance(event, Response) and event.status_code >= 200 and self.context.terminated.is_set():
+            event = _with_connection_close(event)
+        await super().stream_send(event)
+        if isinstance(event, EndBody) and isinstance(self.stream, WSStream):
+            await self.send(Closed())
+
+    def goodbye(self) -> bytes:
+        """The bytes that tell an open WebSocket that the server goes away (1001); else nothing."""
+        if not isinstance(self.stream, WSStream) or self.stream.state is not ASGIWebsocketState.CONNECTED:
+            return b""
+        self.stream.state = ASGIWebsocketState.CLOSED
+        return self.stream.connection.send(CloseConnection(code=CloseReason.GOING_AWAY))
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        if event.http_version > b"1.1":
+            raise _VersionRefusedError
+
+    async def _refuse_version(self) -> None:
+        await self._send_error_response(_HTTP_VERSION_NOT_SUPPORTED)
+        await self.send(Closed())
+
+
+def _with_connection_close(event: Response) -> Response:
+    kept = [(name, value) for name, value in event.headers if name.lower() != b"connection"]
+    return Response(event.stream_id, [*kept, (b"connection", b"close")], event.status_code)
