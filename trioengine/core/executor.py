@@ -35,7 +35,8 @@ class ScheduledSequence:
     """One sequence's part of a step: its next tokens are computed and written to the KV cache.
 
     Tokens `num_computed_tokens` to `num_computed_tokens + num_tokens` are inputs. When that reaches the end of the
-    known tokens, one token is sampled, and the executor appends it to its copy of the sequence.
+    known tokens, one token is sampled, and the executor appends it to its copy of the sequence. The core changes the
+    same object for the next step once the result is fetched.
     """
 
     sequence_id: int

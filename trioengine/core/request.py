@@ -1,0 +1,177 @@
+"""`Request`: one request as the core sees it, its states as a table, and the checks that keep a bad one out.
+
+It knows neither how requests are scheduled nor how their output leaves.
+"""
+
+import enum
+from array import array
+from collections.abc import Mapping
+
+import attrs
+
+from trioengine.core.config import CoreConfig
+from trioengine.core.executor import NewSequence, ScheduledSequence
+from trioengine.errors import PromptTooLongError, RequestError
+from trioengine.types.messages import EngineCoreRequest, Finished
+from trioengine.types.output import FinishReason
+from trioengine.types.params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = enum.auto()
+    """Queued; it holds no blocks and the executor does not know it."""
+    RUNNING = enum.auto()
+    """It holds blocks, and every step computes some of its tokens."""
+    FINISHED = enum.auto()
+    """Its `finished` is set; nothing more happens to it."""
+
+
+class RequestEvent(enum.Enum):
+    """What happens to a request."""
+
+    ADMITTED = enum.auto()
+    """It got its blocks."""
+    PREEMPTED = enum.auto()
+    """It gave its blocks back to an older request; what it computed is lost, its tokens are not."""
+    STOPPED = enum.auto()
+    """A token or a limit ended it."""
+    FAILED = enum.auto()
+    """The executor could not go on with it."""
+    ABORTED = enum.auto()
+    """Its client wants no more of it."""
+
+
+TRANSITIONS: Mapping[tuple[RequestStatus, RequestEvent], RequestStatus] = {
+    (RequestStatus.WAITING, RequestEvent.ADMITTED): RequestStatus.RUNNING,
+    (RequestStatus.WAITING, RequestEvent.ABORTED): RequestStatus.FINISHED,
+    (RequestStatus.RUNNING, RequestEvent.PREEMPTED): RequestStatus.WAITING,
+    (RequestStatus.RUNNING, RequestEvent.STOPPED): RequestStatus.FINISHED,
+    (RequestStatus.RUNNING, RequestEvent.FAILED): RequestStatus.FINISHED,
+    (RequestStatus.RUNNING, RequestEvent.ABORTED): RequestStatus.FINISHED,
+}
+
+
+@attrs.define(eq=False, kw_only=True)
+class Request:
+    """One request, from its arrival to its `Finished`."""
+
+    client: int
+    slot: int
+    """Its name between the core and this client."""
+    request_id: str
+    sequence_id: int
+    """Its name between the core and the executor; counts requests in the order of their arrival."""
+    token_ids: "array[int]"
+    """Prompt and answer."""
+    num_prompt_tokens: int
+    max_total_tokens: int
+    """It ends when `token_ids` is this long."""
+    sampling: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]
+    """`eos_token_ids` and the sampling's `stop_token_ids`."""
+    work: ScheduledSequence
+    """Its entry in every plan, changed in place from step to step: a new object for each running request and step
+    would be a good part of the cost of a step."""
+    status: RequestStatus = RequestStatus.WAITING
+    finished: Finished | None = None
+    """How it ended."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose keys and values are in the cache."""
+        return self.work.num_computed_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def apply(self, event: RequestEvent) -> None:
+        """Go to the status that follows. KeyError: the event cannot happen now, which is a bug of the caller."""
+        self.status = TRANSITIONS[self.status, event]
+
+    def new_sequence(self) -> NewSequence:
+        """What the executor must know before it computes this request, with all tokens known now."""
+        return NewSequence(
+            sequence_id=self.sequence_id,
+            token_ids=self.token_ids[:],
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            seed=self.seed,
+            end_token_ids=tuple(sorted(self.end_token_ids)),
+        )
+
+    def stop_after(self, token: int) -> Finished | None:
+        """How the request ends with this token, its newest; None when it goes on.
+
+        The end-of-text token comes before stop tokens, and both before the limits. Neither counts unless `min_tokens`
+        tokens came before it: until then the executor does not sample them.
+        """
+        if self.num_generated_tokens > self.sampling.min_tokens:
+            if token in self.eos_token_ids:
+                return Finished(self.slot, FinishReason.STOP)
+            if token in self.end_token_ids:
+                return Finished(self.slot, FinishReason.STOP, stop_token_id=token)
+        if len(self.token_ids) >= self.max_total_tokens:
+            return Finished(self.slot, FinishReason.LENGTH)
+        return None
+
+
+def make_request(client: int, message: EngineCoreRequest, sequence_id: int, config: CoreConfig) -> Request:
+    """The request that a message asks for, checked, so that it cannot harm the step it will share with others.
+
+    An answer that would pass the end of the context ends there.
+
+    Raises:
+        PromptTooLongError: the prompt leaves no room for an answer.
+        RequestError: naming another field at fault.
+    """
+    sampling = message.sampling
+    sampling.validate()
+    token_ids = _checked_prompt(message.prompt_token_ids, config)
+    eos_token_ids = frozenset(message.eos_token_ids)
+    end_token_ids = eos_token_ids.union(sampling.stop_token_ids)
+    _check_in_vocabulary("stop_token_ids", end_token_ids, config)
+    _check_in_vocabulary("logit_bias", frozenset(sampling.logit_bias or ()), config)
+    if not 0 <= message.seed < 2**64:
+        raise RequestError("seed must be an unsigned 64-bit integer.", param="seed")
+    max_tokens = config.max_model_len if sampling.max_tokens is None else sampling.max_tokens
+    return Request(
+        client=client,
+        slot=message.slot,
+        request_id=message.request_id,
+        sequence_id=sequence_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        max_total_tokens=min(len(token_ids) + max_tokens, config.max_model_len),
+        sampling=sampling,
+        seed=message.seed,
+        eos_token_ids=eos_token_ids,
+        end_token_ids=end_token_ids,
+        work=ScheduledSequence(sequence_id, num_computed_tokens=0, num_tokens=0),
+    )
+
+
+def _checked_prompt(column: bytes, config: CoreConfig) -> "array[int]":
+    token_ids = array("i")
+    if len(column) % token_ids.itemsize:
+        raise RequestError(f"The prompt's token ids are not int32: they have {len(column)} bytes.", param="prompt")
+    token_ids.frombytes(column)
+    if not token_ids:
+        raise RequestError("The prompt has no tokens.", param="prompt")
+    if len(token_ids) >= config.max_model_len:
+        raise PromptTooLongError(num_prompt_tokens=len(token_ids), max_model_len=config.max_model_len)
+    _check_in_vocabulary("prompt", token_ids, config)
+    return token_ids
+
+
+def _check_in_vocabulary(param: str, token_ids: "array[int] | frozenset[int]", config: CoreConfig) -> None:
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < config.vocab_size:
+            raise RequestError(
+                f"Token id {token_id} is not in the vocabulary of {config.vocab_size} tokens.", param=param
+            )

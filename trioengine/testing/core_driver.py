@@ -1,0 +1,157 @@
+"""`CoreDriver`: an `EngineCore` over a `FakeExecutor`, with the front ends' side of the protocol kept and checked."""
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from trioengine.core.config import CoreConfig
+from trioengine.core.engine_core import EngineCore
+from trioengine.core.executor import StepPlan
+from trioengine.testing.fake_executor import FakeExecutor, Script
+from trioengine.types.messages import (
+    AbortRequests,
+    EngineCoreRequest,
+    Finished,
+    StepOutput,
+    pack_int32,
+    unpack_int32,
+)
+from trioengine.types.params import SamplingParams
+
+
+def make_core_config(
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 64,
+    block_size: int = 4,
+    vocab_size: int = 1000,
+) -> CoreConfig:
+    """Limits with small defaults."""
+    return CoreConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        vocab_size=vocab_size,
+    )
+
+
+def make_core_request(
+    slot: int = 0,
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    sampling: SamplingParams | None = None,
+    max_tokens: int = 4,
+    seed: int = 0,
+    eos_token_ids: tuple[int, ...] = (),
+) -> EngineCoreRequest:
+    """A request as a front end sends it; `max_tokens` counts where `sampling` is not given."""
+    return EngineCoreRequest(
+        slot=slot,
+        request_id=f"request-{slot}",
+        prompt_token_ids=pack_int32(prompt),
+        sampling=sampling or SamplingParams(max_tokens=max_tokens),
+        seed=seed,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+@attrs.define(eq=False)
+class Answer:
+    """What has come back for one request."""
+
+    client: int
+    slot: int
+    tokens: list[int] = attrs.field(factory=list[int])
+    finished: Finished | None = None
+
+
+class CoreDriver:
+    """Sends requests to a core and collects answers.
+
+    It fails an assertion when outputs are not numbered without a gap, when a row or an end comes for a slot that is not
+    in use, and, after each step, when the core's books are wrong.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig | None = None,
+        *,
+        num_blocks: int = 64,
+        scripts: Mapping[tuple[int, ...], Script] | None = None,
+    ) -> None:
+        self.config = config or make_core_config()
+        self.plans: list[StepPlan] = []
+        """Every plan so far, as it was when it was submitted."""
+        self.executor = FakeExecutor(
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            vocab_size=self.config.vocab_size,
+            scripts=scripts,
+            before_step=self._record,
+        )
+        self.core = EngineCore(self.config, self.executor)
+        self.outputs: list[StepOutput] = []
+        self._answers: dict[int, dict[int, Answer]] = {}
+        self._sequences: dict[int, int] = {}
+
+    def add(self, request: EngineCoreRequest, client: int = 0) -> Answer:
+        """Send a request; its answer fills as output is taken."""
+        answers = self._answers.setdefault(client, {})
+        assert request.slot not in answers, f"slot {request.slot} is in use"
+        answers[request.slot] = answer = Answer(client, request.slot)
+        assert self.core.handle(client, request) is None
+        return answer
+
+    def abort(self, *slots: int, client: int = 0) -> None:
+        """Send an abort."""
+        assert self.core.handle(client, AbortRequests(slots)) is None
+
+    def drop_client(self, client: int) -> None:
+        """Let a client vanish."""
+        self.core.drop_client(client)
+        self._answers.pop(client, None)
+        self._sequences.pop(client, None)
+
+    def step(self) -> None:
+        """One step, its output left pending."""
+        self.core.step()
+        self.core.check_integrity()
+
+    def take(self, client: int = 0) -> StepOutput | None:
+        """A client's pending output, sorted into its answers."""
+        output = self.core.take_output(client)
+        if output is None:
+            return None
+        assert output.sequence == self._sequences.get(client, 0)
+        self._sequences[client] = output.sequence + 1
+        self.outputs.append(output)
+        answers = self._answers[client]
+        slots, tokens = unpack_int32(output.slots), iter(unpack_int32(output.tokens))
+        assert len(set(slots)) == len(slots), f"two rows for one slot: {output}"
+        for slot, count in zip(slots, unpack_int32(output.counts) if output.counts else [1] * len(slots), strict=True):
+            answers[slot].tokens.extend(next(tokens) for _ in range(count))
+        assert next(tokens, None) is None, f"more tokens than counted: {output}"
+        for finished in output.finished:
+            answers.pop(finished.slot).finished = finished
+        return output
+
+    def take_all(self) -> None:
+        """Take every client's output."""
+        for client in self.core.clients_with_output():
+            assert self.take(client) is not None
+
+    def run(self, max_steps: int = 1000) -> None:
+        """Step until nothing is left to do, taking all output."""
+        self.take_all()
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return
+            self.step()
+            self.take_all()
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+    def _record(self, plan: StepPlan) -> None:
+        # The core changes the entries from step to step.
+        self.plans.append(attrs.evolve(plan, scheduled=[attrs.evolve(work) for work in plan.scheduled]))
