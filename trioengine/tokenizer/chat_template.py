@@ -1,0 +1,208 @@
+"""Renders a conversation with the model's own chat template, which is Jinja and as untrusted as the model file.
+
+Users' strings go through the template with the control tokens written in them replaced by stand-ins (see `Tokenizer`),
+so `<|im_end|>` typed by a user stays text whatever filters the template applies. This module does not know OpenAI's
+request format: content is a string here.
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import attrs
+from jinja2 import TemplateSyntaxError, Undefined, nodes
+from jinja2.environment import Template
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from trioengine.errors import CheckpointError, RequestError
+from trioengine.tokenizer.tokenizer import Tokenizer
+
+MAX_PROMPT_CHARS = 64 << 20
+"""What a template may produce. Requests are bounded long before; this stops templates that run away."""
+MAX_REPEATED_ITEMS = 1 << 20
+MAX_MESSAGE_CHARS = 500
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"
+_SYSTEM, _DEVELOPER = "system", "developer"
+
+
+@attrs.frozen
+class RenderedChat:
+    """A conversation as the model reads it."""
+
+    prompt_text: str
+    token_ids: list[int]
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, object] | None = None,
+) -> RenderedChat:
+    """Return the prompt of a conversation.
+
+    The token ids are those of the rendered text; nothing is put in front, as a template writes BOS itself where the
+    model wants it. Control tokens count only where the template wrote them. The role "developer" is "system" to a
+    template that does not know it.
+
+    Args:
+        messages: each with "role", "content" and whatever else the template reads (tool calls, names).
+        add_generation_prompt: end with the start of the assistant's answer.
+        template_kwargs: further variables, such as `tools`.
+
+    Raises:
+        RequestError: the model has no chat template, or the template refuses the messages (with its own words).
+        CheckpointError: the template is not valid Jinja.
+    """
+    if not messages:
+        raise RequestError("messages must not be empty.", param="messages")
+    variables = dict(template_kwargs or {})
+    if reserved := variables.keys() & _RESERVED:
+        raise RequestError(f"{min(reserved)} cannot be set by the request.", param="chat_template_kwargs")
+    source = _choose_template(tokenizer, has_tools=bool(variables.get("tools")))
+    template = _compile(source)
+    try:
+        protected = [cast(dict[str, object], _protect(tokenizer, message)) for message in messages]
+        if _DEVELOPER not in source:
+            protected = [_with_known_role(message) for message in protected]
+        variables = cast(dict[str, object], _protect(tokenizer, variables))
+        variables |= {"messages": protected, "add_generation_prompt": add_generation_prompt}
+        text = _render(template, {"tools": None, "documents": None} | _token_texts(tokenizer) | variables)
+    except RequestError as error:
+        raise RequestError(tokenizer.reveal(error.message), param=error.param) from None
+    except Exception as error:  # the border to the model's own program: whatever it raises, these messages caused it
+        words = tokenizer.reveal(str(error))[:MAX_MESSAGE_CHARS]
+        raise RequestError(f"The chat template cannot render these messages: {words}", param="messages") from error
+    return RenderedChat(tokenizer.reveal(text), tokenizer.encode_rendered(text))
+
+
+_RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
+
+
+def _choose_template(tokenizer: Tokenizer, *, has_tools: bool) -> str:
+    templates = tokenizer.facts.chat_templates
+    source = templates.get(TOOL_TEMPLATE) if has_tools else None
+    source = source or templates.get(DEFAULT_TEMPLATE)
+    if source is None:
+        raise RequestError("This model has no chat template. Use the completions API.", param="messages")
+    return source
+
+
+def _token_texts(tokenizer: Tokenizer) -> dict[str, object]:
+    facts = tokenizer.facts
+    ids = {
+        "bos_token": facts.bos_token_id,
+        "eos_token": tokenizer.eos_token_id,
+        "pad_token": facts.pad_token_id,
+        "unk_token": facts.unk_token_id,
+    }
+    texts = {name: tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _protect(tokenizer: Tokenizer, value: object) -> object:
+    """A copy in which every string, keys included, is protected."""
+    if isinstance(value, str):
+        return tokenizer.protect(value)
+    if isinstance(value, Mapping):
+        items = cast(Mapping[object, object], value).items()
+        return {_protect(tokenizer, key): _protect(tokenizer, item) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [_protect(tokenizer, item) for item in cast(Sequence[object], value)]
+    return value
+
+
+def _with_known_role(message: dict[str, object]) -> dict[str, object]:
+    return message | {"role": _SYSTEM} if message.get("role") == _DEVELOPER else message
+
+
+def _render(template: Template, variables: dict[str, object]) -> str:
+    parts: list[str] = []
+    num_chars = 0
+    for part in template.generate(variables):
+        num_chars += len(part)
+        if num_chars > MAX_PROMPT_CHARS:
+            raise RequestError(f"The rendered chat is over {MAX_PROMPT_CHARS} characters.", param="messages")
+        parts.append(part)
+    return "".join(parts)
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> Template:
+    try:
+        return _environment().from_string(source)
+    except (TemplateSyntaxError, RecursionError) as error:
+        raise CheckpointError(f"The model's chat template is not valid: {error}.") from error
+
+
+@functools.cache
+def _environment() -> "_ChatEnvironment":
+    environment = _ChatEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], cache_size=0
+    )
+    filters = cast(dict[str, Callable[..., object]], environment.filters)
+    filters["tojson"] = _to_json
+    functions = cast(dict[str, object], environment.globals)
+    functions["raise_exception"] = _raise_exception
+    functions["strftime_now"] = _strftime_now
+    return environment
+
+
+class _ChatEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also refuses to make huge strings and lists out of nothing."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or (isinstance(left, int) and isinstance(right, int)):
+            is_small = all(isinstance(side, (int, float)) and abs(side) < 1 << 32 for side in (left, right))
+            if not is_small or (operator == "**" and abs(right) > 64):
+                raise SecurityError(f"the template computes {operator} with too large numbers")
+        elif not isinstance(left, float) and not isinstance(right, float):
+            sequence, count = (right, left) if isinstance(left, int) else (left, right)
+            if isinstance(count, int) and isinstance(sequence, (str, list, tuple, bytes)):
+                num_items = len(cast(Sequence[object], sequence)) * count
+                if num_items > MAX_REPEATED_ITEMS:
+                    raise SecurityError(f"the template repeats something to {num_items} items")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it only shows them."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As the templates' authors had it: no escapes for HTML, unlike Jinja's own filter."""
+    if isinstance(value, Undefined):
+        raise TemplateError("an undefined value cannot be written as JSON")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise RequestError(
+        f"The chat template refuses these messages: {str(message)[:MAX_MESSAGE_CHARS]}", param="messages"
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
