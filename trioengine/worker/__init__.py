@@ -1,0 +1,1 @@
+"""The device side: runs the steps that `core` plans. Imports torch."""
