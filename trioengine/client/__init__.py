@@ -1,0 +1,7 @@
+"""The engine, from inside a Trio application: `async with open_engine() as engine`."""
+
+from trioengine.client.engine import Engine, open_engine
+from trioengine.client.interface import EngineClient, OutputStream
+from trioengine.client.stream import RequestStream
+
+__all__ = ["Engine", "EngineClient", "OutputStream", "RequestStream", "open_engine"]

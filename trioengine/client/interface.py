@@ -25,6 +25,11 @@ class OutputStream(Protocol):
         """Known once the block is entered."""
         ...
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was changed to make the request fit; known once the block is entered."""
+        ...
+
     async def __aenter__(self) -> "OutputStream": ...
 
     async def __aexit__(
@@ -66,7 +71,10 @@ class EngineClient(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """End all live requests with this caller's id; their streams end with reason "abort". Unknown ids are ignored."""
+        """End all live requests with this caller's id; their streams end with reason "abort".
+
+        Unknown ids are ignored.
+        """
         ...
 
     async def call(self, call: Call[R]) -> R:

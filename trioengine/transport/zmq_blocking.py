@@ -40,11 +40,11 @@ class BlockingSocket:
         # ZeroMQ looks at most about once a millisecond whether the other side has made room; EVENTS makes it look.
         return bool(int(self._socket.get(EVENTS)) & POLLOUT) and frames.try_send(self._socket, parts)
 
-    def close(self) -> None:
-        """Close at once; unsent messages are dropped. May be called again."""
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close; messages that are not sent within `linger_s` are dropped. May be called again."""
         if self._socket.closed:
             return
-        self._socket.close(linger=0)
+        self._socket.close(linger=math.ceil(linger_s * 1000))
         if self._owned_context is not None:
             self._owned_context.term()
 

@@ -1,0 +1,132 @@
+"""`RequestStream`: one request, from entering its block to leaving it."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+import attrs
+import trio
+
+from trioengine.client.channel import CoalescingChannel, PendingOutput
+from trioengine.errors import EngineClosedError, TrioEngineError
+from trioengine.frontend.input_processor import InputProcessor, ProcessedRequest
+from trioengine.types.output import CompletionOutput, RequestOutput
+from trioengine.types.params import RequestOutputKind
+from trioengine.types.request import GenerateRequest
+
+
+class RequestOwner(Protocol):
+    """What a stream needs of its engine."""
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Checks and tokenizes."""
+        ...
+
+    def check_health(self) -> None:
+        """Raises `EngineDeadError` when no request can be started."""
+        ...
+
+    def start(self, processed: ProcessedRequest, channel: CoalescingChannel) -> "Callable[[], None]":
+        """Register and send a request; the result, called once, aborts what is unfinished. Does not wait."""
+        ...
+
+
+class RequestStream:
+    """The outputs of one request; see `client.interface.OutputStream` for what it promises."""
+
+    def __init__(self, owner: RequestOwner, request: GenerateRequest) -> None:
+        self._owner = owner
+        self._request = request
+        self._kind = request.sampling.output_kind
+        self._channel = CoalescingChannel(is_final_only=self._kind is RequestOutputKind.FINAL_ONLY)
+        self._processed: ProcessedRequest | None = None
+        self._leave: Callable[[], None] | None = None
+        self._error: TrioEngineError | None = None
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._num_generated_tokens = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; known once the block is entered."""
+        return len(self._entered.prompt_token_ids)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was changed to make the request fit; known once the block is entered."""
+        return self._entered.warnings
+
+    async def __aenter__(self) -> "RequestStream":
+        if self._processed is not None:
+            raise RuntimeError("A request stream is entered once; call generate() again.")
+        owner = self._owner
+        owner.check_health()
+        if owner.input_processor.is_long(self._request):
+            # The tokenizer lets other threads run, so a long prompt holds nobody up.
+            processed = await trio.to_thread.run_sync(
+                owner.input_processor.process, self._request, abandon_on_cancel=True
+            )
+        else:
+            processed = owner.input_processor.process(self._request)
+            await trio.lowlevel.checkpoint()
+        # From here to the end nothing awaits: either the request is registered and will be left, or neither.
+        self._leave = owner.start(processed, self._channel)
+        self._processed = processed
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self._channel.close()
+        if self._leave is not None:
+            self._leave()
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._error is not None:
+            await trio.lowlevel.checkpoint()
+            # A copy, so that tracebacks of several requests and attempts do not pile up on one object.
+            raise attrs.evolve(self._error)
+        try:
+            pending = await self._channel.receive()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+        except trio.ClosedResourceError:
+            raise EngineClosedError("The stream was read after its block was left.") from None
+        return self._output(pending)
+
+    def _output(self, pending: PendingOutput) -> RequestOutput:
+        if pending.error is not None:
+            self._error = pending.error
+            if not pending.token_ids and not pending.texts:
+                raise attrs.evolve(pending.error)
+        self._num_generated_tokens += len(pending.token_ids)
+        text, token_ids = "".join(pending.texts), tuple(pending.token_ids)
+        if self._kind is RequestOutputKind.CUMULATIVE:
+            self._texts.append(text)
+            self._token_ids.extend(token_ids)
+            text, token_ids = "".join(self._texts), tuple(self._token_ids)
+        processed = self._entered
+        output = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=pending.finish_reason,
+            stop_reason=pending.stop_reason,
+        )
+        return RequestOutput(
+            request_id=processed.request.request_id or "",
+            prompt_token_ids=processed.prompt_token_ids,
+            outputs=(output,),
+            finished=pending.finish_reason is not None,
+            num_generated_tokens=self._num_generated_tokens,
+        )
+
+    @property
+    def _entered(self) -> ProcessedRequest:
+        if self._processed is None:
+            raise RuntimeError("Enter the stream first: `async with engine.generate(request) as outputs`.")
+        return self._processed

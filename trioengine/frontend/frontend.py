@@ -1,0 +1,258 @@
+"""`Frontend`: every request and call of one engine client, between its callers and the core. Pure.
+
+Three kinds of shell drive the same object (trio over ZMQ, blocking over ZMQ, blocking in process): they carry its
+messages, and give each request a `Sink` and each call a reply handler. It knows neither sockets nor tasks.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any, TypeVar
+
+import attrs
+
+from trioengine.errors import EngineClosedError, EngineDeadError, EngineGenerateError, TrioEngineError
+from trioengine.frontend.input_processor import ProcessedRequest
+from trioengine.frontend.request_state import RequestState
+from trioengine.frontend.sink import Sink
+from trioengine.types.codec import decode_reply, error_from_data
+from trioengine.types.messages import (
+    AbortRequests,
+    Call,
+    CallRequest,
+    EngineCoreRequest,
+    Finished,
+    Reply,
+    StepOutput,
+    pack_int32,
+    unpack_int32,
+)
+from trioengine.types.output import FinishReason
+
+R = TypeVar("R")
+
+OUTPUT_SLICE_ROWS = 128
+"""Rows handled between two moments at which other tasks may run."""
+
+
+@attrs.frozen
+class PendingCall:
+    """A call whose reply has not come. Exactly one of the two handlers is called, once."""
+
+    call_class: type[Call[Any]]
+    on_reply: Callable[[Any], None]
+    on_error: Callable[[TrioEngineError], None]
+
+
+@attrs.frozen
+class AddedRequest:
+    """A registered request: what the core must be sent, and the handle to leave it by."""
+
+    message: EngineCoreRequest
+    state: RequestState
+
+
+class Frontend:
+    """Routes between requests and the core by slot.
+
+    A slot stays reserved after its request has ended on this side until the core's `Finished` for it arrives; rows
+    that come until then are ignored, so one request's tokens never reach another.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[RequestState | None] = []
+        self._free_slots: list[int] = []
+        self._slots_by_external_id: dict[str, set[int]] = {}
+        self._aborted_slots: dict[int, None] = {}  # An ordered set.
+        self._calls: dict[int, PendingCall] = {}
+        self._request_numbers = count()
+        self._call_ids = count()
+        self._next_sequence = 0
+        self.dead_error: EngineDeadError | EngineClosedError | None = None
+        """Why nothing can be asked any more. Set once, by `fail_all`."""
+
+    # From callers
+
+    def add(self, processed: ProcessedRequest, sink: Sink) -> AddedRequest:
+        """Register a request; from now on outputs for it are expected. The message is to be sent to the core.
+
+        Raises:
+            EngineDeadError, EngineClosedError: the engine is gone.
+        """
+        self._raise_if_dead()
+        number = next(self._request_numbers)
+        external_id = processed.request.request_id or f"request-{number}"
+        slot = self._free_slots.pop() if self._free_slots else len(self._states)
+        state = RequestState(slot, external_id, processed, sink)
+        if slot == len(self._states):
+            self._states.append(state)
+        else:
+            self._states[slot] = state
+        self._slots_by_external_id.setdefault(external_id, set()).add(slot)
+        message = EngineCoreRequest(
+            slot=slot,
+            request_id=f"{external_id}/{number}",
+            prompt_token_ids=pack_int32(processed.prompt_token_ids),
+            sampling=processed.sampling,
+            seed=processed.seed,
+            eos_token_ids=processed.eos_token_ids,
+        )
+        return AddedRequest(message, state)
+
+    def drop(self, state: RequestState) -> None:
+        """The reader of this request has left: it is to be aborted, unless it has ended."""
+        if state.is_open:
+            state.drop()
+            self._forget(state)
+
+    def abort(self, external_id: str) -> None:
+        """End all open requests with this caller's id; their readers get reason "abort". Unknown ids are ignored."""
+        for slot in tuple(self._slots_by_external_id.get(external_id, ())):
+            state = self._states[slot]
+            assert state is not None
+            state.end(FinishReason.ABORT)
+            self._forget(state)
+
+    def abort_all(self) -> None:
+        """End all open requests with reason "abort"."""
+        for external_id in tuple(self._slots_by_external_id):
+            self.abort(external_id)
+
+    def add_call(self, call: Call[R], pending: PendingCall) -> CallRequest:
+        """Register a call. Send the result to the core.
+
+        Raises:
+            EngineDeadError, EngineClosedError: the engine is gone.
+        """
+        self._raise_if_dead()
+        call_id = next(self._call_ids)
+        self._calls[call_id] = pending
+        return CallRequest(call_id, call)
+
+    def take_aborts(self) -> AbortRequests | None:
+        """What must be aborted since the last time asked, in one message; None if nothing."""
+        if not self._aborted_slots:
+            return None
+        slots, self._aborted_slots = self._aborted_slots, {}
+        return AbortRequests(tuple(slots))
+
+    @property
+    def has_aborts(self) -> bool:
+        """Whether `take_aborts` has something."""
+        return bool(self._aborted_slots)
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that someone waits for."""
+        return sum(len(slots) for slots in self._slots_by_external_id.values())
+
+    @property
+    def num_reserved_slots(self) -> int:
+        """Slots that the core may still send rows for."""
+        return len(self._states) - len(self._free_slots)
+
+    # From the core
+
+    def receive(self, message: StepOutput | Reply) -> Iterator[None]:
+        """Handle a message. Yields after each slice of a large one, so that the shell can let others run.
+
+        Other methods may be called between slices. An error that one request causes ends this request only.
+        """
+        if isinstance(message, StepOutput):
+            yield from self._receive_step(message)
+        else:
+            self._receive_reply(message)
+
+    def fail_all(self, error: EngineDeadError | EngineClosedError) -> None:
+        """The engine is gone: every request and call, now and later, gets this error after what it was sent before."""
+        if self.dead_error is not None:
+            return
+        self.dead_error = error
+        for state in self._states:
+            if state is not None:
+                state.fail(error)
+        self._slots_by_external_id.clear()
+        self._aborted_slots.clear()
+        calls, self._calls = self._calls, {}
+        for pending in calls.values():
+            pending.on_error(error)
+
+    def _receive_step(self, message: StepOutput) -> Iterator[None]:
+        if message.sequence != self._next_sequence:
+            self.fail_all(
+                EngineDeadError(f"Outputs of the engine were lost: {message.sequence} came for {self._next_sequence}.")
+            )
+            return
+        self._next_sequence += 1
+        slots = unpack_int32(message.slots)
+        tokens = unpack_int32(message.tokens).tolist()
+        counts = unpack_int32(message.counts) if message.counts else None
+        finished_by_slot = {finished.slot: finished for finished in message.finished}
+        start = 0
+        for row, slot in enumerate(slots):
+            end = start + (1 if counts is None else counts[row])
+            self._receive_row(slot, tokens[start:end], finished_by_slot.get(slot) if finished_by_slot else None)
+            start = end
+            if row % OUTPUT_SLICE_ROWS == OUTPUT_SLICE_ROWS - 1:
+                yield
+        for finished in message.finished:
+            self._receive_finished(finished)
+
+    def _receive_row(self, slot: int, token_ids: list[int], finished: Finished | None) -> None:
+        state = self._states[slot]
+        if state is None or not state.is_open:
+            return
+        if finished is not None and finished.error is not None:
+            finished = None  # The tokens are valid; `_receive_finished` delivers the error behind them.
+        try:
+            is_stopped = state.receive(token_ids, finished)
+        except Exception as error:  # A border: a fault in one request's text must not reach the others.
+            state.fail(EngineGenerateError(f"The output could not be processed: {type(error).__name__}: {error}"))
+            is_stopped = True
+        if is_stopped:
+            self._forget(state)
+
+    def _receive_finished(self, finished: Finished) -> None:
+        """Free the slot. The request's reader has had its last output, unless no row came with this."""
+        state = self._states[finished.slot]
+        if state is None:
+            return
+        if finished.error is not None:
+            state.fail(error_from_data(finished.error))
+        else:
+            state.receive((), finished)
+        self._unname(state)
+        # An abort that is still waiting here would hit the slot's next request.
+        self._aborted_slots.pop(finished.slot, None)
+        self._states[finished.slot] = None
+        self._free_slots.append(finished.slot)
+
+    def _receive_reply(self, reply: Reply) -> None:
+        pending = self._calls.pop(reply.call_id, None)
+        if pending is None:
+            return
+        if reply.error is not None:
+            pending.on_error(error_from_data(reply.error))
+            return
+        try:
+            value = decode_reply(pending.call_class, reply.value)
+        except TrioEngineError as error:
+            pending.on_error(error)
+        else:
+            pending.on_reply(value)
+
+    def _forget(self, state: RequestState) -> None:
+        """This side is done with the request; the core must be told."""
+        self._unname(state)
+        if self.dead_error is None:
+            self._aborted_slots[state.slot] = None
+
+    def _unname(self, state: RequestState) -> None:
+        slots = self._slots_by_external_id.get(state.external_id)
+        if slots is not None:
+            slots.discard(state.slot)
+            if not slots:
+                del self._slots_by_external_id[state.external_id]
+
+    def _raise_if_dead(self) -> None:
+        if self.dead_error is not None:
+            raise attrs.evolve(self.dead_error)

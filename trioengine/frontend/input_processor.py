@@ -1,0 +1,135 @@
+"""From a `GenerateRequest` to token ids and checked parameters: every rule is applied before anything is sent."""
+
+import random
+from collections.abc import Sequence
+
+import attrs
+
+from trioengine.errors import PromptTooLongError, RequestError
+from trioengine.tokenizer.chat_template import render_chat
+from trioengine.tokenizer.tokenizer import Tokenizer
+from trioengine.types.messages import ModelFacts
+from trioengine.types.params import SamplingParams
+from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
+
+LONG_PROMPT_CHARS = 16_384
+"""Longer prompts take over 5 ms to tokenize, which an event loop should not wait for."""
+
+
+@attrs.frozen
+class ProcessedRequest:
+    """A request that is certain to be accepted by the core."""
+
+    request: GenerateRequest
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    """`max_tokens` is set and fits the context."""
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer = attrs.field(repr=False)
+    """Turns its tokens into text."""
+    warnings: tuple[str, ...] = ()
+    """What was changed to make the request fit, for the caller to be told."""
+
+
+@attrs.frozen
+class InputProcessor:
+    """Tokenizes prompts and checks requests against one model. Pure, and safe in any thread."""
+
+    tokenizer: Tokenizer
+    model: ModelFacts
+
+    def process(self, request: GenerateRequest) -> ProcessedRequest:
+        """The request's tokens and complete parameters.
+
+        Raises:
+            RequestError: naming the field at fault.
+            PromptTooLongError: the context has no room for one more token.
+        """
+        request.sampling.validate()
+        self._check_token_ids(request.sampling)
+        prompt_token_ids = self._prompt_token_ids(request)
+        if not prompt_token_ids:
+            raise RequestError(
+                "The prompt is empty: this model needs at least one token to start from.", param="prompt"
+            )
+        num_left = self.model.max_model_len - len(prompt_token_ids)
+        if num_left < 1:
+            raise PromptTooLongError(
+                num_prompt_tokens=len(prompt_token_ids), max_model_len=self.model.max_model_len, param=_param(request)
+            )
+        sampling, warnings = _fit_max_tokens(request.sampling, num_left)
+        seed = random.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64
+        return ProcessedRequest(
+            request=request,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            seed=seed,
+            eos_token_ids=() if sampling.ignore_eos else self.model.eos_token_ids,
+            tokenizer=self.tokenizer,
+            warnings=warnings,
+        )
+
+    def is_long(self, request: GenerateRequest) -> bool:
+        """Whether `process` takes long enough to belong into a thread."""
+        match request.prompt:
+            case TextPrompt(text):
+                return len(text) > LONG_PROMPT_CHARS
+            case TokensPrompt(token_ids):
+                return len(token_ids) > 8 * LONG_PROMPT_CHARS
+            case ChatPrompt(messages):
+                lengths = (len(content) for message in messages if isinstance(content := message.get("content"), str))
+                return sum(lengths) > LONG_PROMPT_CHARS
+
+    def _prompt_token_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        match request.prompt:
+            case TextPrompt(text):
+                return tuple(self.tokenizer.encode(text))
+            case TokensPrompt(token_ids):
+                return self._check_prompt_ids(token_ids)
+            case ChatPrompt() as chat:
+                rendered = render_chat(
+                    self.tokenizer,
+                    chat.messages,
+                    add_generation_prompt=chat.add_generation_prompt,
+                    template_kwargs=chat.template_kwargs,
+                )
+                return tuple(rendered.token_ids)
+
+    def _check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        checked = tuple(token_ids)
+        vocab_size = self.model.vocab_size
+        for position, token_id in enumerate(checked):
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"prompt[{position}] must be a token id from 0 to {vocab_size - 1}.", param=f"prompt[{position}]"
+                )
+        return checked
+
+    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        for position, token_id in enumerate(sampling.stop_token_ids):
+            self._check_in_vocabulary(token_id, f"stop_token_ids[{position}]")
+        for token_id in sampling.logit_bias or ():
+            self._check_in_vocabulary(token_id, f"logit_bias[{token_id}]")
+
+    def _check_in_vocabulary(self, token_id: int, param: str) -> None:
+        if not 0 <= token_id < self.model.vocab_size:
+            raise RequestError(f"{token_id} is no token id: the last is {self.model.vocab_size - 1}.", param=param)
+
+
+def _fit_max_tokens(sampling: SamplingParams, num_left: int) -> tuple[SamplingParams, tuple[str, ...]]:
+    wanted = sampling.max_tokens
+    if wanted is not None and wanted <= num_left:
+        return sampling, ()
+    if sampling.min_tokens > num_left:
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}, but the context leaves {num_left} tokens.", param="min_tokens"
+        )
+    warning = (
+        () if wanted is None else (f"max_tokens was lowered from {wanted} to {num_left}, which the context leaves",)
+    )
+    return attrs.evolve(sampling, max_tokens=num_left), warning
+
+
+def _param(request: GenerateRequest) -> str:
+    return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"

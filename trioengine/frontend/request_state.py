@@ -1,0 +1,132 @@
+"""One request as the front end sees it: tokens in, text and an ending out, into its sink."""
+
+from collections.abc import Sequence
+
+from trioengine.errors import TrioEngineError
+from trioengine.frontend.input_processor import ProcessedRequest
+from trioengine.frontend.sink import Sink
+from trioengine.tokenizer.detokenizer import IncrementalDetokenizer
+from trioengine.tokenizer.stop_matcher import StopMatcher
+from trioengine.types.messages import Finished
+from trioengine.types.output import FinishReason
+
+
+class RequestState:
+    """Detokenizes a request's tokens, finds its stop strings and tells its sink.
+
+    It ends once: by the core's `Finished`, by a stop string, or by one of `end`, `fail` and `drop`. After that every
+    call does nothing, so what the core sent before it heard of the end is ignored.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_hides_end_token",
+        "_num_tokens",
+        "_num_untested_tokens",
+        "_sink",
+        "_stop_matcher",
+        "_stops",
+        "external_id",
+        "slot",
+    )
+
+    def __init__(self, slot: int, external_id: str, processed: ProcessedRequest, sink: Sink) -> None:
+        sampling = processed.sampling
+        self.slot = slot
+        self.external_id = external_id
+        self._sink: Sink | None = sink
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if sampling.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                processed.tokenizer, processed.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            )
+        self._stops = sampling.stop
+        self._stop_matcher: StopMatcher | None = None
+        if sampling.stop:
+            self._stop_matcher = StopMatcher(
+                sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
+            )
+        self._num_tokens = 0
+        # The token that reaches `min_tokens` is the first whose text may hold a stop string.
+        self._num_untested_tokens = max(0, sampling.min_tokens - 1)
+        self._hides_end_token = not sampling.include_stop_str_in_output
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anyone still waits for outputs."""
+        return self._sink is not None
+
+    def receive(self, token_ids: Sequence[int], finished: Finished | None) -> bool:
+        """Take the tokens of one row, and the core's last word if it came with them.
+
+        Returns:
+            Whether a stop string ended the request: the core must be told, unless it has ended it too.
+        """
+        sink = self._sink
+        if sink is None:
+            return False
+        last_shown = len(token_ids)
+        if finished is not None and finished.reason is FinishReason.STOP and self._hides_end_token:
+            last_shown -= 1  # The end token is reported, but its text is not shown.
+        parts: list[str] = []
+        for position, token_id in enumerate(token_ids):
+            stop = self._feed(token_id, parts) if position < last_shown else None
+            if stop is not None:
+                self._sink = None
+                sink.put("".join(parts), token_ids[: position + 1], FinishReason.STOP, stop)
+                return True
+        if finished is None:
+            sink.put("".join(parts), token_ids)
+            return False
+        self._finish(sink, parts, token_ids, finished)
+        return False
+
+    def end(self, reason: FinishReason) -> None:
+        """End without the core: whoever waits gets the text held back, and this reason."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.put(self._flush()[0], (), reason)
+
+    def fail(self, error: TrioEngineError) -> None:
+        """End with an error."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.fail(error)
+
+    def drop(self) -> None:
+        """End because nobody waits any more."""
+        self._sink = None
+
+    def _feed(self, token_id: int, parts: list[str]) -> str | None:
+        """Add the text of one token that may be shown to `parts`; the stop string it completes, if one."""
+        self._num_tokens += 1
+        if self._detokenizer is None:
+            return None
+        text = self._detokenizer.feed(token_id)
+        if self._stop_matcher is None or self._num_tokens <= self._num_untested_tokens:
+            parts.append(text)
+            return None
+        result = self._stop_matcher.feed(text)
+        parts.append(result.emit)
+        return None if result.matched is None else self._stops[result.matched]
+
+    def _finish(self, sink: Sink, parts: list[str], token_ids: Sequence[int], finished: Finished) -> None:
+        self._sink = None
+        rest, stop = self._flush()
+        parts.append(rest)
+        if stop is not None:
+            sink.put("".join(parts), token_ids, FinishReason.STOP, stop)
+        else:
+            sink.put("".join(parts), token_ids, finished.reason, finished.stop_token_id)
+
+    def _flush(self) -> "tuple[str, str | None]":
+        """The text held back, now that no more follows, and the stop string that an incomplete character completes."""
+        if self._detokenizer is None:
+            return "", None
+        rest = self._detokenizer.flush()
+        if self._stop_matcher is None:
+            return rest, None
+        result = self._stop_matcher.feed(rest)
+        if result.matched is not None:
+            return result.emit, self._stops[result.matched]
+        return result.emit + self._stop_matcher.flush(), None

@@ -1,0 +1,178 @@
+"""An engine core without a model: it speaks the whole protocol and "generates" each request's own prompt, in a loop.
+
+For benchmarks of everything but the model, and for tests of the client: the output is known in advance and costs next
+to nothing. `python -P -m trioengine.testing.scripted_core FD` is a real core process around it; in tests under a mock
+clock it runs in memory.
+"""
+
+import sys
+import time
+from array import array
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from trioengine.runtime.core_process import BuiltCore, ReportProgress, main
+from trioengine.runtime.launch import CoreLaunch
+from trioengine.types.codec import encode_reply, error_to_data
+from trioengine.types.messages import (
+    AbortRequests,
+    CallRequest,
+    CheckIntegrity,
+    CoreLoad,
+    EngineCoreRequest,
+    Finished,
+    GetLoad,
+    ModelFacts,
+    Ready,
+    Reply,
+    StepOutput,
+    Stop,
+    ToCore,
+    pack_int32,
+    unpack_int32,
+)
+from trioengine.types.output import FinishReason
+
+MAX_MODEL_LEN = 1 << 20
+VOCAB_SIZE = 49152
+TOTAL_BLOCKS = 1 << 16
+
+
+@attrs.frozen(kw_only=True)
+class Script:
+    """How a scripted core behaves."""
+
+    pace_s: float = 0.0
+    """Time from one step to the next; 0 is as fast as the front end takes them."""
+    start_error: str | None = None
+    """The core fails to start, saying this."""
+    fatal_token: int | None = None
+    """A prompt with this token is the core's death in the next step."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, str]) -> "Script":
+        """From `CoreLaunch.options`, which are strings."""
+        fatal_token = options.get("fatal_token")
+        return cls(
+            pace_s=float(options.get("pace_s", "0")),
+            start_error=options.get("start_error"),
+            fatal_token=None if fatal_token is None else int(fatal_token),
+        )
+
+
+@attrs.define
+class _Sequence:
+    prompt: memoryview
+    max_tokens: int
+    num_generated: int = 0
+
+
+class ScriptedCore:
+    """One token for each request in each step, taken from its prompt in order and from the start again.
+
+    It does not run ahead of its front end: while an output waits to be taken there is no work, so that a slow front end
+    is measured by its speed and not by how much is merged.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._script = script
+        self._clock = clock
+        self._sleep = sleep
+        self._sequences: dict[int, _Sequence] = {}
+        self._finished: list[Finished] = []
+        self._output: StepOutput | None = None
+        self._num_steps = 0
+        self._num_outputs = 0
+        self._next_step_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would generate something."""
+        return bool(self._sequences) and self._output is None
+
+    def handle(self, client: int, message: ToCore) -> Reply | None:
+        """Take in a message of the one client; the reply, to a `CallRequest`."""
+        del client
+        match message:
+            case EngineCoreRequest():
+                prompt = unpack_int32(message.prompt_token_ids)
+                assert message.slot not in self._sequences, "the front end gave a slot twice"
+                self._sequences[message.slot] = _Sequence(prompt, message.sampling.max_tokens or 1)
+            case AbortRequests(slots):
+                for slot in slots:
+                    if self._sequences.pop(slot, None) is not None:
+                        self._finished.append(Finished(slot, FinishReason.ABORT))
+            case CallRequest(call_id, GetLoad()):
+                load = CoreLoad(len(self._sequences), 0, TOTAL_BLOCKS - len(self._sequences), TOTAL_BLOCKS)
+                return Reply(call_id, encode_reply(GetLoad, load))
+            case CallRequest(call_id, CheckIntegrity()):
+                return Reply(call_id, encode_reply(CheckIntegrity, None))
+            case CallRequest(call_id, call):
+                return Reply(call_id, error=error_to_data(NotImplementedError(type(call).__name__)))
+            case Stop():
+                raise TypeError("Stop ends the loop around the core.")
+        return None
+
+    def step(self) -> None:
+        """Generate one token for each request, after waiting until it is time."""
+        if self._script.pace_s:
+            now = self._clock()
+            if now < self._next_step_s:
+                self._sleep(self._next_step_s - now)
+            self._next_step_s = max(now, self._next_step_s) + self._script.pace_s
+        tokens = array("i")
+        ended: list[int] = []
+        for slot, sequence in self._sequences.items():
+            token = sequence.prompt[sequence.num_generated % len(sequence.prompt)]
+            if token == self._script.fatal_token:
+                raise RuntimeError("The script says that this token is the end.")
+            tokens.append(token)
+            sequence.num_generated += 1
+            if sequence.num_generated == sequence.max_tokens:
+                ended.append(slot)
+        slots = pack_int32(list(self._sequences))
+        for slot in ended:
+            del self._sequences[slot]
+            self._finished.append(Finished(slot, FinishReason.LENGTH))
+        self._num_steps += 1
+        self._set_output(slots, tokens.tobytes())
+
+    def take_output(self, client: int) -> StepOutput | None:
+        """The output that waits, if one does."""
+        del client
+        if self._output is None and self._finished:
+            self._set_output(b"", b"")
+        output, self._output = self._output, None
+        return output
+
+    def _set_output(self, slots: bytes, tokens: bytes) -> None:
+        finished, self._finished = tuple(self._finished), []
+        self._output = StepOutput(
+            self._num_outputs, self._num_steps, self._clock(), slots=slots, tokens=tokens, finished=finished
+        )
+        self._num_outputs += 1
+
+
+def scripted_ready() -> Ready:
+    """What a scripted core says when it is ready: no end tokens, so that every request has its full length."""
+    return Ready(ModelFacts(MAX_MODEL_LEN, VOCAB_SIZE, ()), TOTAL_BLOCKS, 16, {})
+
+
+def build_scripted_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
+    """A scripted core for `runtime.core_process.main`."""
+    script = Script.from_options(launch.options)
+    progress("pretending", 0.5)
+    if script.start_error is not None:
+        raise RuntimeError(script.start_error)
+    return BuiltCore(ScriptedCore(script), scripted_ready(), close=lambda: None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(build_scripted_core))
