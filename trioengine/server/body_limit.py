@@ -4,7 +4,6 @@ Knows nothing about routes: the limit holds for whatever is behind it, also for 
 read the body.
 """
 
-import json
 from collections.abc import Iterable
 
 import trio
@@ -18,6 +17,7 @@ from hypercorn.typing import (
 )
 
 from trioengine.errors import BodyTooLargeError
+from trioengine.openai.errors import error_body
 
 
 class BodyLimit:
@@ -67,8 +67,7 @@ class BodyLimit:
 
     async def _refuse(self, send: ASGISendCallable) -> None:
         error = BodyTooLargeError(f"The request's body is longer than {self._max_body_bytes} bytes.")
-        fields = {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}
-        body = json.dumps({"error": fields}).encode()
+        body = error_body(error)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import socket
+from contextlib import suppress
 
 import pytest
 import trio
@@ -125,10 +126,10 @@ async def test_far_too_many_pipelined_bytes_end_the_connection() -> None:
 
     async with open_server(wait_forever) as server, open_raw_http(server.url) as client:
         await client.send(request_bytes("GET", "/"))
-        with pytest.raises((ConnectionError, ConnectionEndedError)):
+        with suppress(ConnectionError):
             await client.send(b"x" * (MAX_PAUSED_BYTES * 2))
-            await client.read_head()
         await handler_ended.wait()
+        assert await client.read_to_end() == b""
 
 
 @pytest.mark.parametrize("app", [make_quart_app(), echo_scope], ids=["quart", "raw"])
@@ -254,13 +255,16 @@ async def test_running_out_of_descriptors_does_not_end_the_server(caplog) -> Non
 
 
 async def test_connections_over_the_limit_wait_their_turn() -> None:
-    async with open_server(echo_scope, ServeConfig(port=0, max_connections=1)) as server:
-        async with open_raw_http(server.url) as first, open_raw_http(server.url) as second:
-            assert (await first.request("GET", "/")).status == 200
-            await second.send_request("GET", "/")
-            await wait_all_tasks_blocked()
-            first.close()
-            assert (await second.read_response()).status == 200
+    async with (
+        open_server(echo_scope, ServeConfig(port=0, max_connections=1)) as server,
+        open_raw_http(server.url) as first,
+        open_raw_http(server.url) as second,
+    ):
+        assert (await first.request("GET", "/")).status == 200
+        await second.send_request("GET", "/")
+        await wait_all_tasks_blocked()
+        first.close()
+        assert (await second.read_response()).status == 200
 
 
 async def test_a_failed_startup_is_an_error_with_its_reason() -> None:

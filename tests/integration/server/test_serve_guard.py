@@ -1,0 +1,281 @@
+"""An error in one connection ends that connection: WebSockets and HTTP/2 provoke what Hypercorn does not survive."""
+
+import ssl
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+import trio
+from quart import request, websocket
+from quart_trio import QuartTrio
+from trio.testing import wait_all_tasks_blocked
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import AcceptConnection, CloseConnection, Event, Request, TextMessage
+
+from trioengine.server.serve import ServeConfig
+from trioengine.testing.http_server import RunningServer, open_server
+from trioengine.testing.raw_http import RawHttpClient, open_raw_http
+
+
+def make_app() -> QuartTrio:
+    app = QuartTrio(__name__)
+    app.config["PROPAGATE_EXCEPTIONS"] = True
+
+    @app.get("/health")
+    async def health() -> str:
+        return "fine"
+
+    @app.post("/length")
+    async def length() -> str:
+        return str(len(await request.get_data()))
+
+    @app.websocket("/echo")
+    async def echo() -> None:
+        while True:
+            await websocket.send(await websocket.receive())
+
+    @app.websocket("/broken")
+    async def broken() -> None:
+        await websocket.accept()
+        await websocket.receive()
+        raise RuntimeError("this handler is broken")
+
+    @app.websocket("/late")
+    async def late() -> None:
+        await trio.sleep_forever()
+
+    return app
+
+
+@asynccontextmanager
+async def check_bystander(server: RunningServer) -> AsyncGenerator[None]:
+    """A connection that is open before the block still works after it."""
+    async with open_raw_http(server.url) as bystander:
+        assert (await bystander.request("GET", "/health")).body == b"fine"
+        yield
+        assert (await bystander.request("GET", "/health")).body == b"fine"
+
+
+def upgrade_bytes(path: str) -> bytes:
+    return WSConnection(ConnectionType.CLIENT).send(Request(host="test", target=path))
+
+
+class WebSocketClient:
+    def __init__(self, client: RawHttpClient) -> None:
+        self._client = client
+        self._connection = WSConnection(ConnectionType.CLIENT)
+
+    async def connect(self, path: str) -> None:
+        await self.send(Request(host="test", target=path))
+        assert isinstance(await self.receive(), AcceptConnection)
+
+    async def send(self, event: Event) -> None:
+        await self._client.send(self._connection.send(event))
+
+    async def receive(self) -> Event:
+        while True:
+            for event in self._connection.events():
+                return event
+            data = await self._client.read_some()
+            self._connection.receive_data(data or None)
+
+
+async def test_a_websocket_echoes_and_closes_normally() -> None:
+    async with open_server(make_app()) as server, open_raw_http(server.url) as client:
+        ws = WebSocketClient(client)
+        await ws.connect("/echo")
+        await ws.send(TextMessage("hello"))
+        assert (await ws.receive()) == TextMessage("hello")
+        await ws.send(CloseConnection(1000))
+        answer = await ws.receive()
+        assert isinstance(answer, CloseConnection)
+        assert answer.code == 1000
+        assert await client.read_to_end() == b""
+
+
+@pytest.mark.parametrize("extra", [b"x", b"\x81\x85\0\0\0\0hello", bytes(10_000)], ids=["byte", "frame", "much"])
+@pytest.mark.parametrize("path", ["/echo", "/late", "/nothing"])
+async def test_bytes_before_the_websocket_is_accepted_end_this_connection_only(path: str, extra: bytes) -> None:
+    async with (
+        open_server(make_app()) as server,
+        check_bystander(server),
+        open_raw_http(server.url) as client,
+    ):
+        await client.send(upgrade_bytes(path) + extra)
+        head = await client.read_head()
+        assert head.status in (400, 404)
+        await client.read_to_end()
+
+
+@pytest.mark.parametrize("extra", [b"x", b"\xff\xff" * 50], ids=["byte", "frames"])
+async def test_nonsense_on_an_open_websocket_ends_this_connection_only(extra: bytes) -> None:
+    async with open_server(make_app()) as server, check_bystander(server), open_raw_http(server.url) as client:
+        ws = WebSocketClient(client)
+        await ws.connect("/echo")
+        await client.send(extra)
+        client.send_fin()
+        await client.read_to_end()
+
+
+async def test_a_failing_websocket_handler_closes_with_1011(caplog) -> None:
+    async with open_server(make_app()) as server, check_bystander(server), open_raw_http(server.url) as client:
+        ws = WebSocketClient(client)
+        await ws.connect("/broken")
+        await ws.send(TextMessage("go"))
+        closing = await ws.receive()
+        assert isinstance(closing, CloseConnection)
+        assert closing.code == 1011
+    assert "this handler is broken" in caplog.text
+
+
+async def test_an_open_websocket_is_told_that_the_server_goes_away() -> None:
+    config = ServeConfig(port=0, shutdown_timeout_s=0.05)
+    async with open_server(make_app(), config) as server, open_raw_http(server.url) as client:
+        ws = WebSocketClient(client)
+        await ws.connect("/echo")
+        server.shutdown.set()
+        closing = await ws.receive()
+        assert isinstance(closing, CloseConnection)
+        assert closing.code == 1001
+        await server.stopped.wait()
+
+
+async def test_a_refused_upgrade_ends_its_connection() -> None:
+    async with open_server(make_app()) as server, open_raw_http(server.url) as client:
+        await client.send(upgrade_bytes("/nothing"))
+        assert (await client.read_head()).status == 404
+        await client.read_to_end()
+
+
+def anonymous_tls_context(side: int) -> ssl.SSLContext:
+    """TLS without certificates, so that no test needs a key: for nothing but a test."""
+    context = ssl.SSLContext(side)
+    if side == ssl.PROTOCOL_TLS_CLIENT:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers("AECDH-AES256-SHA:@SECLEVEL=0")
+    return context
+
+
+class Http2Client:
+    def __init__(self, stream: trio.SSLStream[trio.SocketStream]) -> None:
+        self._stream = stream
+        config = h2.config.H2Configuration(header_encoding=None, validate_outbound_headers=False)
+        self.protocol = h2.connection.H2Connection(config)
+        self.protocol.initiate_connection()
+        self.events: list[h2.events.Event] = []
+
+    async def flush(self) -> None:
+        await self._stream.send_all(self.protocol.data_to_send())
+
+    async def send_headers(self, stream_id: int, method: bytes, path: bytes, *extra: tuple[bytes, bytes]) -> None:
+        headers = [(b":method", method), (b":path", path), (b":scheme", b"https"), (b":authority", b"test"), *extra]
+        self.protocol.send_headers(stream_id, headers, end_stream=method == b"GET")
+        await self.flush()
+
+    async def read_status(self, stream_id: int) -> bytes:
+        """The status of the response on this stream, or nothing if the connection ends before it."""
+        while data := await self._receive():
+            for event in self.protocol.receive_data(data):
+                if isinstance(event, h2.events.ResponseReceived) and event.stream_id == stream_id:
+                    return dict(event.headers)[b":status"]
+            await self.flush()
+        return b""
+
+    async def wait_for_end(self) -> bool:
+        while await self._receive():
+            pass
+        return True
+
+    async def _receive(self) -> bytes:
+        try:
+            return bytes(await self._stream.receive_some(65536))
+        except trio.BrokenResourceError:
+            return b""
+
+
+@asynccontextmanager
+async def open_tls(url: str, *, alpn: list[str]) -> AsyncGenerator[trio.SSLStream[trio.SocketStream]]:
+    host, port = url.removeprefix("https://").split(":")
+    context = anonymous_tls_context(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(alpn)
+    async with await trio.open_tcp_stream(host, int(port)) as transport:
+        stream = trio.SSLStream(transport, context, https_compatible=True)
+        await stream.do_handshake()
+        yield stream
+
+
+def make_tls_config(*, http2: bool, max_body_bytes: int = 1000) -> ServeConfig:
+    tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
+    return ServeConfig(port=0, tls=tls, http2=http2, max_body_bytes=max_body_bytes)
+
+
+@pytest.mark.parametrize(("http2", "chosen"), [(True, "h2"), (False, "http/1.1")])
+async def test_http2_is_chosen_only_when_asked_for(http2: bool, chosen: str) -> None:
+    async with (
+        open_server(make_app(), make_tls_config(http2=http2)) as server,
+        open_tls(server.url, alpn=["h2", "http/1.1"]) as stream,
+    ):
+        assert server.url.startswith("https://")
+        assert stream.selected_alpn_protocol() == chosen
+        if http2:
+            client = Http2Client(stream)
+            await client.send_headers(1, b"GET", b"/health")
+            assert await client.read_status(1) == b"200"
+        else:
+            await stream.send_all(b"GET /health HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
+            received = b""
+            while part := await stream.receive_some():
+                received += part
+            assert received.startswith(b"HTTP/1.1 200")
+            assert received.endswith(b"fine")
+
+
+@asynccontextmanager
+async def check_http2_bystander(server: RunningServer) -> AsyncGenerator[None]:
+    async with open_tls(server.url, alpn=["h2"]) as stream:
+        bystander = Http2Client(stream)
+        await bystander.send_headers(1, b"GET", b"/health")
+        assert await bystander.read_status(1) == b"200"
+        yield
+        await bystander.send_headers(3, b"GET", b"/health")
+        assert await bystander.read_status(3) == b"200"
+
+
+async def test_http2_data_after_an_early_413_ends_at_most_this_connection() -> None:
+    async with (
+        open_server(make_app(), make_tls_config(http2=True)) as server,
+        check_http2_bystander(server),
+        open_tls(server.url, alpn=["h2"]) as stream,
+    ):
+        client = Http2Client(stream)
+        await client.send_headers(1, b"POST", b"/length", (b"content-length", b"100000"))
+        assert await client.read_status(1) == b"413"
+        client.protocol.send_data(1, bytes(5000))
+        await client.flush()
+        await wait_all_tasks_blocked()
+
+
+async def test_a_path_that_is_not_ascii_ends_at_most_this_connection() -> None:
+    async with (
+        open_server(make_app(), make_tls_config(http2=True)) as server,
+        check_http2_bystander(server),
+        open_tls(server.url, alpn=["h2"]) as stream,
+    ):
+        client = Http2Client(stream)
+        await client.send_headers(1, b"GET", "/ä".encode())
+        assert await client.wait_for_end()
+
+
+async def test_a_client_that_does_not_speak_tls_ends_its_own_connection_only() -> None:
+    async with (
+        open_server(make_app(), make_tls_config(http2=True)) as server,
+        check_http2_bystander(server),
+        open_raw_http(server.url.replace("https", "http")) as client,
+    ):
+        await client.send(b"GET / HTTP/1.1\r\n\r\n")
+        await client.read_to_end()
