@@ -70,11 +70,13 @@ def make_strict_converter(*, forbid_extra_keys: bool, detailed_validation: bool 
     converter.register_structure_hook(float, _structure_float)
     converter.register_structure_hook(str, _structure_str)
     converter.register_structure_hook(bytes, _structure_bytes)
+    # By class, as the hooks of str and int are, which would take their enums too: cattrs asks these first of all.
+    for enum_class in (enum.Enum, enum.StrEnum, enum.IntEnum):
+        converter.register_structure_hook(enum_class, _structure_enum)
     converter.register_structure_hook_factory(is_sequence, _strict(list_structure_factory, list))
-    # The newest hook that applies wins: tuples are sequences too, and enums are strings or integers.
+    # The newest hook that applies wins: tuples are sequences too.
     converter.register_structure_hook_factory(_is_homogenous_tuple, _strict(homogenous_tuple_structure_factory, list))
     converter.register_structure_hook_factory(is_mapping, _strict(_mapping_hook, dict))
-    converter.register_structure_hook_func(_is_enum, _structure_enum)
     return converter
 
 
@@ -200,10 +202,6 @@ def _structure_scalar(value: object, _: object) -> str | int | float | None:
     if value is None or isinstance(value, str):
         return value
     return _structure_int(value, int) if isinstance(value, int) else _structure_float(value, float)
-
-
-def _is_enum(type_: Any) -> bool:
-    return isinstance(type_, type) and issubclass(type_, enum.Enum)
 
 
 def _structure_enum(value: object, enum_class: Any) -> Any:
