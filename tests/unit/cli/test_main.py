@@ -1,0 +1,80 @@
+"""What the shell sees: one line for an error, the right exit status, no traceback for a person's mistake."""
+
+import argparse
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trioengine.cli import main as cli
+from trioengine.errors import EngineStartError
+
+
+def install(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        if error is not None:
+            raise error
+        return 0
+
+    command = SimpleNamespace(add_arguments=lambda parser: None, run=run)
+    monkeypatch.setitem(sys.modules, "trioengine.cli.models", command)
+
+
+def test_a_known_error_is_one_line_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, EngineStartError("The weights are missing."))
+    assert cli.main(["models"]) == 1
+    assert capsys.readouterr().err == "trioengine: The weights are missing.\n"
+
+
+def test_a_known_error_out_of_nested_nurseries_is_still_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, BaseExceptionGroup("", [ExceptionGroup("", [EngineStartError("Too little memory.")])]))
+    assert cli.main(["models"]) == 1
+    assert capsys.readouterr().err == "trioengine: Too little memory.\n"
+
+
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, BaseExceptionGroup("", [KeyboardInterrupt()]))
+    assert cli.main(["models"]) == 130
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["models"])
+
+
+def test_a_missing_server_package_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, ModuleNotFoundError(name="hypercorn"))
+    assert cli.main(["models"]) == 1
+    assert "trioengine[server]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["models", "--nonsense"]])
+def test_a_wrong_command_line_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_models_lists_the_default_before_it_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIOENGINE_CACHE", str(tmp_path))
+    assert cli.main(["models"]) == 0
+    assert "smollm2-135m-instruct" in capsys.readouterr().out
+
+
+def test_pulling_a_model_that_is_nowhere_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIOENGINE_CACHE", str(tmp_path))
+    assert cli.main(["models", "pull", "no-such-model"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,52 @@
+"""Options are made from the sections, and only what was given reaches them."""
+
+import argparse
+
+import pytest
+
+from trioengine.cli.options import add_engine_options, add_section, engine_config_from, flag_of, section_from
+from trioengine.config import EngineConfig, ServerConfig
+from trioengine.config.options import options_of
+from trioengine.errors import ConfigError
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    add_section(parser, ServerConfig, "server")
+    return parser.parse_args(words)
+
+
+def test_nothing_given_is_every_default() -> None:
+    assert engine_config_from(parse()) == EngineConfig()
+    assert section_from(parse(), ServerConfig) == ServerConfig()
+
+
+def test_given_values_arrive_with_their_types() -> None:
+    arguments = parse("--max-num-seqs", "3", "--step-timeout-s", "1.5", "--strict", "--host", "::1")
+    assert engine_config_from(arguments) == EngineConfig(max_num_seqs=3, step_timeout_s=1.5)
+    assert section_from(arguments, ServerConfig) == ServerConfig(host="::1", strict=True)
+
+
+def test_the_model_is_an_argument_or_an_option() -> None:
+    assert engine_config_from(parse("some.gguf")).model == "some.gguf"
+    assert engine_config_from(parse("--model", "some.gguf")).model == "some.gguf"
+
+
+def test_a_value_that_cannot_work_is_an_error_of_its_option() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        engine_config_from(parse("--max-num-seqs", "0"))
+
+
+def test_no_two_sections_share_an_option() -> None:
+    flags = [flag_of(option.name) for section in (EngineConfig, ServerConfig) for option in options_of(section)]
+    assert len(flags) == len(set(flags))
+
+
+def test_help_texts_format(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = capsys.readouterr().out
+    for section in (EngineConfig, ServerConfig):
+        for option in options_of(section):
+            assert flag_of(option.name) in shown

@@ -1,0 +1,76 @@
+"""Command line options made from the configuration's sections, and back."""
+
+import argparse
+from typing import TypeVar
+
+import attrs
+
+from trioengine.config import EngineConfig
+from trioengine.config.options import Option, from_dict, options_of
+
+METAVARS = {str: "TEXT", int: "N", float: "X"}
+
+Section = TypeVar("Section", bound=attrs.AttrsInstance)
+
+
+def add_section(parser: argparse.ArgumentParser, section: type[attrs.AttrsInstance], title: str) -> None:
+    """Give the parser one option for each field of a section: `max_model_len` becomes `--max-model-len`."""
+    group = parser.add_argument_group(title)
+    for option in options_of(section):
+        _add_option(group, option)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Give the parser MODEL, which is also `--model`, and the engine's other options."""
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    add_section(parser, EngineConfig, "engine")
+
+
+def section_from(arguments: argparse.Namespace, section: type[Section]) -> Section:
+    """The section with the options that were given; the others have their defaults.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+    given = vars(arguments)
+    return from_dict(
+        section, {option.name: given[option.name] for option in options_of(section) if option.name in given}
+    )
+
+
+def engine_config_from(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's configuration, after `add_engine_options`.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+    config = section_from(arguments, EngineConfig)
+    return config if arguments.model_argument is None else attrs.evolve(config, model=arguments.model_argument)
+
+
+def flag_of(name: str) -> str:
+    """How a field is spelled on a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def positive_int(text: str) -> int:
+    """For argparse: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: ignore[reportPrivateUsage]
+    # Left out, an option leaves no trace, so that defaults stay where the section has them.
+    flag, nothing = flag_of(option.name), argparse.SUPPRESS
+    if option.kind is bool:
+        group.add_argument(flag, action="store_true", default=nothing, help=_help(option))
+    else:
+        metavar = METAVARS[option.kind]
+        group.add_argument(flag, type=option.kind, metavar=metavar, default=nothing, help=_help(option))
+
+
+def _help(option: Option) -> str:
+    text = option.help.replace("%", "%%")
+    return text if option.default is None or option.kind is bool else f"{text} Default: {option.default}."

@@ -1,0 +1,112 @@
+"""`trioengine serve`: an engine and its HTTP server, from progress while loading to a drain at the end."""
+
+import argparse
+import functools
+import sys
+from typing import Any, cast
+
+import attrs
+import trio
+
+from trioengine.cli.main import EXIT_INTERRUPTED
+from trioengine.cli.options import add_engine_options, add_section, engine_config_from, section_from
+from trioengine.cli.process import tune_garbage_collector, watch_stop_signals
+from trioengine.cli.progress import Progress
+from trioengine.client import open_engine
+from trioengine.client.interface import EngineClient
+from trioengine.config import EngineConfig, ServerConfig
+from trioengine.config.options import to_dict
+from trioengine.errors import EngineDeadError
+from trioengine.server.app import create_app
+from trioengine.server.serve import ServeConfig, serve
+
+HEALTH_INTERVAL_S = 0.5
+LAST_EVENTS_TIMEOUT_S = 1.0
+"""After the drain's deadline: how long the error events of what is left may take to be written."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, and the options of engine and server."""
+    add_engine_options(parser)
+    add_section(parser, ServerConfig, "server")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal. Status 0 after a drain, 130 when stopped at once; raises when the engine died."""
+    return trio.run(_Service(engine_config_from(arguments), section_from(arguments, ServerConfig)).run)
+
+
+class _Service:
+    """One run of the server, and what ends it."""
+
+    def __init__(self, engine_config: EngineConfig, server_config: ServerConfig) -> None:
+        self._engine_config = engine_config
+        self._server_config = server_config
+        self._everything = trio.CancelScope()
+        self._shutdown = trio.Event()
+        self._is_serving = False
+        self._exit_status = 0
+        self._death: EngineDeadError | None = None
+
+    async def run(self) -> int:
+        with self._everything:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(watch_stop_signals, self._stop, self._stop_now)
+                await self._run_engine()
+                nursery.cancel_scope.cancel()
+        return self._exit_status
+
+    def _stop(self) -> None:
+        if not self._is_serving:  # Still loading: there is nothing to drain.
+            self._stop_now()
+            return
+        print("Finishing what runs. A second signal stops now.", file=sys.stderr)
+        self._shutdown.set()
+
+    def _stop_now(self) -> None:
+        self._exit_status = EXIT_INTERRUPTED
+        self._everything.cancel()
+
+    async def _run_engine(self) -> None:
+        progress = Progress()
+        try:
+            async with open_engine(self._engine_config, on_progress=progress) as engine:
+                progress.clear()
+                await self._run_server(engine)
+                if self._death is not None:
+                    raise self._death
+        finally:
+            progress.clear()
+
+    async def _run_server(self, engine: EngineClient) -> None:
+        stop = trio.Event()
+        app = create_app(engine, shutdown=self._shutdown, stop=stop, is_strict=self._server_config.strict)
+        timeout_s = self._server_config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S
+        names = {field.name for field in attrs.fields(ServeConfig)}
+        shared = {name: value for name, value in to_dict(self._server_config).items() if name in names}
+        config = ServeConfig(**cast("dict[str, Any]", {**shared, "shutdown_timeout_s": timeout_s}))
+        async with trio.open_nursery() as watching:
+            watching.start_soon(self._watch_engine, engine)
+            watching.start_soon(self._end_drain, stop)
+            async with trio.open_nursery() as serving:
+                urls = await serving.start(functools.partial(serve, app, config, shutdown=self._shutdown))
+                self._is_serving = True
+                tune_garbage_collector()
+                print(f"Serving {engine.model_name} on {', '.join(urls)}", file=sys.stderr, flush=True)
+            watching.cancel_scope.cancel()
+
+    async def _end_drain(self, stop: trio.Event) -> None:
+        """What still runs at the drain's deadline ends with an error event."""
+        await self._shutdown.wait()
+        await trio.sleep(self._server_config.shutdown_timeout_s)
+        stop.set()
+
+    async def _watch_engine(self, engine: EngineClient) -> None:
+        """A server without an engine ends, after its streams have got their error events."""
+        while self._death is None:
+            await trio.sleep(HEALTH_INTERVAL_S)
+            try:
+                engine.check_health()
+            except EngineDeadError as error:
+                self._death = error
+                self._shutdown.set()
