@@ -208,7 +208,7 @@ def _choose(
 ) -> int | Fail:
     if num_generated < len(script):
         return script[num_generated]
-    token = (_next_entry(entry, seed) >> 32) % vocab_size
+    token = (_next_entry(_next_entry(entry, seed), 0) >> 32) % vocab_size
     while token in suppressed:
         token = (token + 1) % vocab_size
     return token
