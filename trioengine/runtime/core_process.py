@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 import attrs
 
-from trioengine.errors import EngineDeadError, TrioEngineError
+from trioengine.config import env
+from trioengine.errors import EngineDeadError, EngineStartError, TrioEngineError
 from trioengine.runtime.launch import CoreLaunch, read_launch
 from trioengine.runtime.status_page import StatusPage
 from trioengine.runtime.step_loop import Core, run_step_loop
@@ -25,6 +26,8 @@ from trioengine.transport.topology import connect_dealer
 from trioengine.transport.zmq_blocking import BlockingSocket
 from trioengine.types.codec import encode, error_to_data
 from trioengine.types.messages import EngineDead, FromCore, Ready, Starting
+
+logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.2
 LAST_WORDS_TIMEOUT_S = 2.0
@@ -47,7 +50,7 @@ BuildCore: TypeAlias = Callable[[CoreLaunch, ReportProgress], BuiltCore]
 def main(build: BuildCore) -> int:
     """Run a core process made by `build`; its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells this process what to do.
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
+    logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s core: %(message)s")
     launch_fd = int(sys.argv[1])
     try:
         launch = read_launch(launch_fd)
@@ -76,7 +79,8 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
     try:
         built = build(launch, report)
     except Exception as error:  # The border of the process: the parent is told, and raises it.
-        _say_last_words(socket, error, "could not start")
+        message = f"The engine core could not start: {type(error).__name__}: {error}"
+        _say_last_words(socket, error if isinstance(error, TrioEngineError) else EngineStartError(message))
         return 1
     try:
         # What lives now lives for good: the collector need not look at it again.
@@ -86,21 +90,18 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
         send(built.ready)
         run_step_loop(built.core, [socket], page)
     except Exception as error:  # The border of the process, as above.
-        _say_last_words(socket, error, "died")
+        message = f"The engine core died: {type(error).__name__}: {error}"
+        _say_last_words(socket, EngineDeadError(message, cause=traceback.format_exc()))
         return 1
     finally:
         built.close()
     return 0
 
 
-def _say_last_words(socket: BlockingSocket, error: Exception, what: str) -> None:
-    """Tell the front end why this process ends, waiting a moment for it to listen."""
-    cause = traceback.format_exc()
-    if isinstance(error, TrioEngineError):
-        logging.error("The engine core %s: %s", what, error)
-    else:
-        logging.error("The engine core %s.\n%s", what, cause)
-        error = EngineDeadError(f"The engine core {what}: {type(error).__name__}: {error}", cause=cause)
+def _say_last_words(socket: BlockingSocket, error: TrioEngineError) -> None:
+    """Log why this process ends, and tell the front end, waiting a moment for it to listen."""
+    is_ours_to_explain = isinstance(error, (EngineStartError, EngineDeadError))
+    logger.error("%s", error, exc_info=is_ours_to_explain)
     socket.try_send((encode(EngineDead(error_to_data(error))),))
     socket.close(linger_s=LAST_WORDS_TIMEOUT_S)
 

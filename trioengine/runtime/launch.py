@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from cattrs import Converter
 
 from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config.engine import EngineConfig
 from trioengine.transport.address import Endpoint
-from trioengine.types.codec import make_strict_converter
+from trioengine.types.codec import make_strict_converter, pack, unpack
 
 _LENGTH = struct.Struct("=I")
 
@@ -35,7 +34,7 @@ def write_launch(fd: int, launch: CoreLaunch) -> None:
 
     Well under a pipe's capacity, so it never blocks.
     """
-    data: bytes = msgpack.packb(_converter.unstructure(launch))  # pyright: ignore[reportUnknownMemberType]
+    data = pack(_converter.unstructure(launch))
     os.write(fd, _LENGTH.pack(len(data)) + data)
 
 
@@ -46,7 +45,7 @@ def read_launch(fd: int) -> CoreLaunch:
         EOFError: the parent is gone.
     """
     (length,) = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size))
-    return _converter.structure(msgpack.unpackb(_read_exactly(fd, length)), CoreLaunch)  # pyright: ignore[reportUnknownMemberType]
+    return _converter.structure(unpack(_read_exactly(fd, length)), CoreLaunch)
 
 
 def _read_exactly(fd: int, num_bytes: int) -> bytes:

@@ -82,7 +82,7 @@ def make_strict_converter(*, forbid_extra_keys: bool, detailed_validation: bool 
 
 def encode(message: ToCore | FromCore) -> bytes:
     """The bytes of a message."""
-    return _pack([_TAGS[type(message)], _wire.unstructure(message)])
+    return pack([_TAGS[type(message)], _wire.unstructure(message)])
 
 
 def decode(data: bytes | memoryview) -> ToCore | FromCore:
@@ -92,7 +92,7 @@ def decode(data: bytes | memoryview) -> ToCore | FromCore:
         CodecError: they are not one.
     """
     try:
-        tag, fields = _unpack(data)
+        tag, fields = unpack(data)
         return _wire.structure(fields, MESSAGES[_tag(tag)])
     except Exception as error:  # A border: whatever a stranger sends becomes one kind of error.
         raise CodecError(f"Not a message of this protocol: {error!r}"[:500]) from error
@@ -100,7 +100,7 @@ def decode(data: bytes | memoryview) -> ToCore | FromCore:
 
 def encode_reply(call_class: type[Call[R]], value: R) -> bytes:
     """The bytes of an operation's reply."""
-    return _pack(_wire.unstructure(value, reply_type(call_class)))
+    return pack(_wire.unstructure(value, reply_type(call_class)))
 
 
 def decode_reply(call_class: type[Call[R]], data: bytes) -> R:
@@ -110,7 +110,7 @@ def decode_reply(call_class: type[Call[R]], data: bytes) -> R:
         CodecError: they are not one of this operation's type.
     """
     try:
-        return _wire.structure(_unpack(data), reply_type(call_class))
+        return _wire.structure(unpack(data), reply_type(call_class))
     except Exception as error:  # A border, as in `decode`.
         raise CodecError(f"Not a reply to {call_class.__name__}: {error!r}"[:500]) from error
 
@@ -121,6 +121,17 @@ def reply_type(call_class: type[Call[R]]) -> type[R]:
         if get_origin(base) is Call:
             return get_args(base)[0]
     raise TypeError(f"{call_class.__name__} does not derive from Call[...]")
+
+
+def pack(value: object) -> bytes:
+    """Plain data as msgpack."""
+    return _msgpack.packb(value)
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """The plain data in these bytes. Raises whatever msgpack raises when they are none."""
+    # What is made from it is structured strictly, so integers as keys are harmless.
+    return _msgpack.unpackb(data, strict_map_key=False)
 
 
 def error_to_data(error: Exception) -> ErrorData:
@@ -144,15 +155,6 @@ def error_from_data(data: ErrorData) -> TrioEngineError:
 
 _msgpack = cast(Any, msgpack)  # It has no types.
 _mapping_hook = cast("HookFactory", mapping_structure_factory)
-
-
-def _pack(value: object) -> bytes:
-    return _msgpack.packb(value)
-
-
-def _unpack(data: bytes | memoryview) -> Any:
-    # Only our own types are structured from it, so integers as keys are harmless.
-    return _msgpack.unpackb(data, strict_map_key=False)
 
 
 def _tag(value: object) -> int:

@@ -1,0 +1,59 @@
+"""Builds the real engine core: the model's facts, the resolved numbers, the executor, the core.
+
+The one module outside `worker` that imports it, and with it torch: only core processes come here.
+"""
+
+import logging
+
+from trioengine.checkpoint.gguf import open_gguf
+from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.config.env import hardware_facts
+from trioengine.config.resolve import ResolvedConfig, resolve
+from trioengine.core.config import CoreConfig
+from trioengine.core.engine_core import EngineCore
+from trioengine.models.config import ModelConfig, config_from_folder, config_from_gguf
+from trioengine.runtime.core_process import BuiltCore, ReportProgress
+from trioengine.runtime.launch import CoreLaunch
+from trioengine.types.messages import ModelFacts, Ready
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
+    """Load the model that the launch names, and a core around it.
+
+    Raises:
+        CheckpointError, ConfigError: the model or an option cannot work.
+        EngineStartError: there is not enough memory.
+    """
+    progress("importing torch", 0.0)
+    from trioengine.worker.executor import load_executor, model_shape
+
+    model = read_model_config(launch.model)
+    resolved = resolve(launch.config, model_shape(model), hardware_facts())
+    for reason in resolved.reasons.items():
+        logger.info("%s = %s", *reason)
+    executor = load_executor(launch.model, resolved, lambda fraction: progress("loading the weights", fraction))
+    core = EngineCore(_core_config(resolved, model), executor)
+    facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids)
+    ready = Ready(facts, resolved.num_kv_blocks, resolved.block_size, dict(resolved.reasons))
+    return BuiltCore(core, ready, close=executor.close)
+
+
+def read_model_config(location: ModelLocation) -> ModelConfig:
+    """The architecture of the model at this place."""
+    match location.kind:
+        case ModelKind.GGUF:
+            return config_from_gguf(open_gguf(location.path))
+        case ModelKind.FOLDER:
+            return config_from_folder(location.path)
+
+
+def _core_config(resolved: ResolvedConfig, model: ModelConfig) -> CoreConfig:
+    return CoreConfig(
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        block_size=resolved.block_size,
+        vocab_size=model.vocab_size,
+    )
