@@ -146,11 +146,10 @@ class CoreDriver:
         """Step until nothing is left to do, taking all output."""
         self.take_all()
         for _ in range(max_steps):
-            if not self.core.has_work:
-                return
-            self.step()
-            self.take_all()
-        raise AssertionError(f"still busy after {max_steps} steps")
+            if self.core.has_work:
+                self.step()
+                self.take_all()
+        assert not self.core.has_work, f"still busy after {max_steps} steps"
 
     def _record(self, plan: StepPlan) -> None:
         # The core changes the entries from step to step.

@@ -1,0 +1,284 @@
+"""Messages in, output out: every request ends exactly once, and only its own fault ends it."""
+
+import attrs
+import pytest
+
+from trioengine.core.engine_core import MAX_SLOT
+from trioengine.core.operations import HANDLERS
+from trioengine.testing.core_driver import CoreDriver, make_core_config, make_core_request
+from trioengine.testing.fake_executor import Fail, generate_alone
+from trioengine.types.codec import decode_reply
+from trioengine.types.messages import (
+    CALLS,
+    AbortRequests,
+    Call,
+    CallRequest,
+    CheckIntegrity,
+    CoreLoad,
+    Finished,
+    GetLoad,
+    Reply,
+    Stop,
+    unpack_int32,
+)
+from trioengine.types.output import FinishReason
+from trioengine.types.params import SamplingParams
+
+
+def load(driver: CoreDriver) -> CoreLoad:
+    reply = driver.core.handle(0, CallRequest(0, GetLoad()))
+    assert isinstance(reply, Reply)
+    return decode_reply(GetLoad, reply.value)
+
+
+def test_a_request_generates_until_max_tokens() -> None:
+    """Its tokens are what the executor gives it, the last one included."""
+    driver = CoreDriver()
+    answer = driver.add(make_core_request(5, (1, 2, 3), max_tokens=6, seed=9))
+    driver.run()
+    assert answer.tokens == generate_alone((1, 2, 3), 6, vocab_size=1000, seed=9)
+    assert answer.finished == Finished(5, FinishReason.LENGTH)
+    assert load(driver) == CoreLoad(running=0, waiting=0, free_blocks=64, total_blocks=64)
+    assert driver.executor.sequence_ids == set()
+
+
+@pytest.mark.parametrize(("end", "stop_token_id"), [(9, None), (8, 8)])
+def test_a_request_ends_at_end_of_text_or_a_stop_token(end: int, stop_token_id: int | None) -> None:
+    """The token that ends it is part of its tokens; no step comes after it."""
+    driver = CoreDriver(scripts={(1, 2): (5, 6, end, 7)})
+    sampling = SamplingParams(max_tokens=16, stop_token_ids=(8,))
+    answer = driver.add(make_core_request(0, (1, 2), sampling=sampling, eos_token_ids=(9,)))
+    driver.run()
+    assert answer.tokens == [5, 6, end]
+    assert answer.finished == Finished(0, FinishReason.STOP, stop_token_id=stop_token_id)
+    assert len([plan for plan in driver.plans if plan.scheduled]) == 3
+
+
+def test_min_tokens_reach_the_executor() -> None:
+    """End tokens are held back there until min_tokens tokens are generated."""
+    driver = CoreDriver()
+    free = generate_alone((1, 2), 3, vocab_size=1000)
+    sampling = SamplingParams(max_tokens=8, min_tokens=3, stop_token_ids=tuple(free))
+    answer = driver.add(make_core_request(0, (1, 2), sampling=sampling))
+    driver.run()
+    expected = generate_alone((1, 2), 8, vocab_size=1000, min_tokens=3, end_token_ids=sorted(free))
+    assert answer.tokens == expected
+    assert answer.tokens[0] == free[0] + 1
+
+
+def test_an_answer_ends_with_the_context() -> None:
+    """Reason "length", at max_model_len tokens in all."""
+    driver = CoreDriver(make_core_config(max_model_len=10))
+    answer = driver.add(make_core_request(0, [1] * 7, max_tokens=100))
+    driver.run()
+    assert len(answer.tokens) == 3
+    assert answer.finished == Finished(0, FinishReason.LENGTH)
+
+
+def test_an_invalid_request_ends_with_its_error_and_harms_nobody() -> None:
+    """The answer is there without a step, and the executor never hears of the request."""
+    driver = CoreDriver()
+    good = driver.add(make_core_request(0))
+    bad = [
+        driver.add(attrs.evolve(make_core_request(1), prompt_token_ids=b"\x00" * 5)),
+        driver.add(make_core_request(2, [5000])),
+        driver.add(make_core_request(3, [1] * 64)),
+    ]
+    driver.take()
+    names = [answer.finished.error.name for answer in bad if answer.finished and answer.finished.error]
+    assert names == ["RequestError", "RequestError", "PromptTooLongError"]
+    driver.run()
+    assert len(good.tokens) == 4
+    assert {new.sequence_id for plan in driver.plans for new in plan.new} == {0}
+
+
+def test_a_failure_in_the_executor_ends_that_request_only() -> None:
+    """What was generated before it is delivered first, with the error."""
+    driver = CoreDriver(scripts={(1, 2): (5, 6, Fail("no such state"))})
+    failing, good = driver.add(make_core_request(0, (1, 2))), driver.add(make_core_request(1, (3, 4)))
+    driver.run()
+    assert failing.tokens == [5, 6]
+    assert failing.finished is not None
+    assert failing.finished.error is not None
+    assert failing.finished.error.fields["message"] == "no such state"
+    assert good.tokens == generate_alone((3, 4), 4, vocab_size=1000)
+    assert driver.executor.sequence_ids == set()
+
+
+def test_an_exception_from_the_executor_leaves_the_step() -> None:
+    """It is the end of this core, and nobody hides it."""
+    driver = CoreDriver(scripts={(1, 2): ("not a token",)})  # type: ignore[dict-item]
+    driver.core.handle(0, make_core_request(0, (1, 2)))
+    with pytest.raises(TypeError):
+        driver.core.step()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_an_aborted_request_gets_its_end_and_no_row_after_it(num_steps: int) -> None:
+    """Queued, in its prompt or decoding: one Finished, and the executor forgets it although nothing else is to do."""
+    driver = CoreDriver(make_core_config(max_num_batched_tokens=2))
+    answer = driver.add(make_core_request(0, (1, 2, 3), max_tokens=20))
+    for _ in range(num_steps):
+        driver.step()
+    driver.abort(0)
+    driver.take_all()
+    assert answer.finished == Finished(0, FinishReason.ABORT)
+    driver.run()
+    assert driver.take() is None
+    assert driver.executor.sequence_ids == set()
+    assert load(driver) == CoreLoad(0, 0, 64, 64)
+
+
+def test_nothing_ends_twice() -> None:
+    """Case 4: abort twice, abort after the end, abort of what never was."""
+    driver = CoreDriver()
+    aborted, finished = driver.add(make_core_request(0, max_tokens=9)), driver.add(make_core_request(1, max_tokens=1))
+    driver.step()  # The second one has finished; nobody has been told.
+    driver.abort(0, 0, 1, 77)
+    driver.abort(0, client=5)
+    driver.run()
+    assert aborted.finished == Finished(0, FinishReason.ABORT)
+    assert finished.finished == Finished(1, FinishReason.LENGTH)
+    assert sum(len(output.finished) for output in driver.outputs) == 2
+    assert load(driver) == CoreLoad(0, 0, 64, 64)
+
+
+def test_two_requests_with_one_id_both_finish() -> None:
+    """Case 2: the core tells requests apart by client and slot."""
+    driver = CoreDriver()
+    first, second = (
+        driver.add(attrs.evolve(make_core_request(slot, (slot + 1, 2)), request_id="same")) for slot in (0, 1)
+    )
+    driver.run()
+    assert first.tokens == generate_alone((1, 2), 4, vocab_size=1000)
+    assert second.tokens == generate_alone((2, 2), 4, vocab_size=1000)
+
+
+def test_a_slot_can_be_used_again_once_its_end_was_taken() -> None:
+    """The new request gets nothing of the old one's."""
+    driver = CoreDriver()
+    driver.add(make_core_request(0, (1, 2), max_tokens=9))
+    driver.step()
+    driver.abort(0)
+    driver.take()
+    again = driver.add(make_core_request(0, (3, 4)))
+    driver.run()
+    assert again.tokens == generate_alone((3, 4), 4, vocab_size=1000)
+
+
+@pytest.mark.parametrize("slot", [0, -1, MAX_SLOT + 1])
+def test_a_request_for_a_slot_that_is_not_free_is_ignored(slot: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A breach of the protocol: it is logged, and the request that has the slot goes on."""
+    driver = CoreDriver()
+    answer = driver.add(make_core_request(0, (1, 2)))
+    driver.core.handle(0, make_core_request(slot, (3, 4)))
+    driver.run()
+    assert answer.tokens == generate_alone((1, 2), 4, vocab_size=1000)
+    assert "is not free" in caplog.text
+
+
+def test_clients_do_not_see_each_other() -> None:
+    """The same slot of two clients is two requests, each client's messages have their own numbers."""
+    driver = CoreDriver()
+    answers = [driver.add(make_core_request(0, (client + 1,)), client) for client in range(2)]
+    driver.step()
+    assert list(driver.core.clients_with_output()) == [0, 1]
+    driver.take(0)
+    assert list(driver.core.clients_with_output()) == [1]
+    driver.abort(0, client=0)
+    driver.run()
+    assert len(answers[0].tokens) == 1
+    assert answers[1].tokens == generate_alone((2,), 4, vocab_size=1000)
+
+
+def test_output_that_is_not_taken_is_merged() -> None:
+    """A client whose transport is full loses no token and gets one message for all steps."""
+    driver = CoreDriver()
+    answer = driver.add(make_core_request(0, (1, 2)))
+    while driver.core.has_work:
+        driver.step()
+    output = driver.take()
+    assert output is not None
+    assert list(unpack_int32(output.counts)) == [4]
+    assert answer.tokens == generate_alone((1, 2), 4, vocab_size=1000)
+    assert answer.finished == Finished(0, FinishReason.LENGTH)
+
+
+def test_a_dropped_client_is_forgotten_whole() -> None:
+    """Its requests end without a word, its blocks are free, and others go on; a second drop does nothing."""
+    driver = CoreDriver(make_core_config(max_num_seqs=2))
+    for slot in range(3):
+        driver.add(make_core_request(slot), client=1)
+    other = driver.add(make_core_request(0, (7,)), client=2)
+    driver.step()
+    driver.drop_client(1)
+    driver.drop_client(1)
+    assert driver.core.take_output(1) is None
+    driver.run()
+    assert other.tokens == generate_alone((7,), 4, vocab_size=1000)
+    assert load(driver) == CoreLoad(0, 0, 64, 64)
+    assert driver.executor.sequence_ids == set()
+
+
+def test_everything_aborted_at_once_leaves_nothing() -> None:
+    """Case 8: one message aborts what runs and what waits."""
+    driver = CoreDriver(make_core_config(max_num_seqs=4))
+    answers = [driver.add(make_core_request(slot, max_tokens=20)) for slot in range(50)]
+    driver.step()
+    assert load(driver).waiting == 46
+    driver.abort(*reversed(range(50)))
+    driver.run(max_steps=1)
+    assert load(driver) == CoreLoad(0, 0, 64, 64)
+    assert all(answer.finished == Finished(answer.slot, FinishReason.ABORT) for answer in answers)
+
+
+def test_every_operation_has_one_handler() -> None:
+    """A new class in CALLS needs a handler, and a handler needs its class there."""
+    assert set(HANDLERS) == set(CALLS)
+
+
+def test_load_counts_what_there_is_to_do() -> None:
+    """Running, waiting and blocks."""
+    driver = CoreDriver(make_core_config(max_num_seqs=1))
+    driver.add(make_core_request(0, [1] * 5))
+    driver.add(make_core_request(1, [1] * 5))
+    driver.step()
+    assert load(driver) == CoreLoad(running=1, waiting=1, free_blocks=62, total_blocks=64)
+
+
+def test_an_operation_that_fails_is_a_reply() -> None:
+    """The caller gets the error; the core goes on."""
+    driver = CoreDriver()
+    assert driver.core.handle(0, CallRequest(3, CheckIntegrity())) == Reply(3, b"\xc0")
+    driver.core.kv_cache.allocate(99, 4)
+    reply = driver.core.handle(0, CallRequest(4, CheckIntegrity()))
+    assert isinstance(reply, Reply)
+    assert reply.call_id == 4
+    assert reply.error is not None
+    assert "hold blocks" in str(reply.error.fields["message"])
+
+
+def test_an_unknown_operation_is_a_reply() -> None:
+    """A class without a handler answers with an error."""
+
+    @attrs.frozen
+    class Unheard(Call[None]):
+        pass
+
+    reply = CoreDriver().core.handle(0, CallRequest(1, Unheard()))
+    assert isinstance(reply, Reply)
+    assert reply.error is not None
+
+
+def test_stop_is_not_the_cores_business() -> None:
+    """The loop around it handles Stop before."""
+    with pytest.raises(TypeError, match="loop"):
+        CoreDriver().core.handle(0, Stop())
+
+
+def test_an_abort_for_a_client_never_seen_makes_no_state() -> None:
+    """Nothing is remembered of strangers."""
+    driver = CoreDriver()
+    driver.core.handle(9, AbortRequests((0, 1)))
+    assert list(driver.core.clients_with_output()) == []
+    assert driver.core.take_output(9) is None
