@@ -95,6 +95,14 @@ class MethodNotAllowedError(RequestError):
 
 
 @attrs.define(eq=False, str=False)
+class MediaTypeError(RequestError):
+    """The request's body is not declared as what this address takes."""
+
+    code: ClassVar[str] = "unsupported_media_type"
+    status: ClassVar[int] = 415
+
+
+@attrs.define(eq=False, str=False)
 class BodyTooLargeError(RequestError):
     """The request's body is over the server's limit."""
 

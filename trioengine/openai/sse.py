@@ -1,0 +1,122 @@
+"""Server-sent events of a streamed reply: the bytes of a chunk from parts that are prepared once per request.
+
+Line ends are LF only. A chunk costs one JSON escape of its text and one concatenation.
+"""
+
+import json
+from collections.abc import Mapping
+from json.encoder import encode_basestring_ascii
+
+import attrs
+
+from trioengine.openai.errors import error_body
+from trioengine.types.output import CompletionOutput, RequestOutput
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+PING = b": ping\n\n"
+"""A comment: keeps proxies and clients from giving up, and every parser skips it."""
+_DONE = b"data: [DONE]\n\n"
+
+
+@attrs.frozen
+class ReplyHead:
+    """What every chunk of a reply, or the whole one, begins with."""
+
+    id: str
+    created_s: int
+    """Unix time."""
+    model: str
+
+
+@attrs.frozen
+class ChunkShape:
+    """How a kind of chunk differs from the other: `object`, and what stands around its text, as JSON."""
+
+    object: str
+    before_first_text: bytes
+    before_text: bytes
+    after_text: bytes
+
+
+class EventStream:
+    """Outputs in, bytes of events out.
+
+    Joined, the texts of the chunks are the text of the whole reply, and the last chunk of a choice has its
+    `finish_reason`.
+    """
+
+    def __init__(self, head: ReplyHead, shape: ChunkShape, *, include_usage: bool) -> None:
+        """Prepare what all chunks share.
+
+        Args:
+            head: the reply's identity.
+            shape: of chat or of completions.
+            include_usage: a chunk with the token counts comes before the end, and `usage` is null in all others.
+        """
+        fields = _dumps(head_fields(head, shape.object)).removesuffix(b"}")
+        self._shape = shape
+        self._start = b"data: " + fields + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._unfinished = b',"finish_reason":null}' + self._end
+        self._include_usage = include_usage
+        self._before_text: dict[int, bytes] = {}
+        """Index of a choice -> all that comes before the text of its second and later chunks."""
+
+    def events(self, output: RequestOutput) -> bytes:
+        """The events of a DELTA output; empty when it shows nothing new. The finished one ends the stream."""
+        if len(output.outputs) == 1 and not output.finished:
+            return self._chunk(output.outputs[0])
+        parts = [self._chunk(choice) for choice in output.outputs]
+        if output.finished:
+            if self._include_usage:
+                parts.append(self._start + b'],"usage":' + _dumps(usage_fields(output)) + b"}\n\n")
+            parts.append(_DONE)
+        return b"".join(parts)
+
+    @staticmethod
+    def error_event(error: Exception) -> bytes:
+        """The last event of a stream that fails after its headers were sent."""
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def _chunk(self, choice: CompletionOutput) -> bytes:
+        if not choice.text and choice.finish_reason is None:
+            return b""
+        before_text = self._before_text.get(choice.index)
+        if before_text is None:
+            before_choice = self._start + b'{"index":%d,' % choice.index
+            self._before_text[choice.index] = before_choice + self._shape.before_text
+            before_text = before_choice + self._shape.before_first_text
+        text = encode_basestring_ascii(choice.text).encode()
+        if choice.finish_reason is None:
+            return before_text + text + self._shape.after_text + self._unfinished
+        ending = _dumps(finish_fields(choice)).removeprefix(b"{")
+        return before_text + text + self._shape.after_text + b"," + ending + self._end
+
+
+def head_fields(head: ReplyHead, object_name: str) -> Mapping[str, object]:
+    """The first fields of a reply or chunk."""
+    return {"id": head.id, "object": object_name, "created": head.created_s, "model": head.model}
+
+
+def finish_fields(choice: CompletionOutput) -> Mapping[str, object]:
+    """Why a choice ended."""
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+
+def usage_fields(output: RequestOutput) -> Mapping[str, object]:
+    """How many tokens the request took so far."""
+    num_prompt_tokens = len(output.prompt_token_ids)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": output.num_generated_tokens,
+        "total_tokens": num_prompt_tokens + output.num_generated_tokens,
+    }
+
+
+def whole_reply(head: ReplyHead, object_name: str, choices: list[Mapping[str, object]], output: RequestOutput) -> bytes:
+    """The body of a reply that is not streamed."""
+    return _dumps({**head_fields(head, object_name), "choices": choices, "usage": usage_fields(output)})
+
+
+def _dumps(value: Mapping[str, object]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
