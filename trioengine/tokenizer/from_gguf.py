@@ -29,6 +29,9 @@ END_OF_ANSWER_TOKENS = (
 )
 """Control tokens of these names end an answer too. GGUF has no list like that of generation_config.json."""
 
+MAX_JOINED_CHARS = 256
+"""Longer SentencePiece tokens cannot be joined from text: real ones have 16, and every cut of a token is tried."""
+
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -89,9 +92,9 @@ def _build(metadata: Metadata) -> TokenizerParts:
 def set_bos(backend: tokenizers.Tokenizer, token: str, token_id: int) -> None:
     """Let the tokenizer put this token in front of every text."""
     backend.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-        single=["$bos", "$A"],
-        pair=["$bos", "$A", "$B"],
-        special_tokens=[{"id": "$bos", "ids": [token_id], "tokens": [token]}],
+        single=["BOS", "$A"],
+        pair=["BOS", "$A", "$B"],
+        special_tokens=[{"id": "BOS", "ids": [token_id], "tokens": [token]}],
     )
 
 
@@ -184,7 +187,7 @@ def _sentencepiece_backend(metadata: Metadata, tokens: tuple[str, ...], types: t
     ids = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] in joinable}
     merges: list[tuple[float, int, int, str, str]] = []
     for token, token_id in ids.items():
-        for cut in range(1, len(token)):
+        for cut in range(1, len(token) if len(token) <= MAX_JOINED_CHARS else 1):
             left, right = ids.get(token[:cut]), ids.get(token[cut:])
             if left is not None and right is not None:
                 merges.append((-numbers[token_id], left, right, token[:cut], token[cut:]))
