@@ -115,7 +115,8 @@ def resolve_model(name: str | None = None, *, cache_dir: Path, progress: ReportP
         if path.exists():
             return _locate_file(path)
     except (OSError, ValueError) as error:  # too long, a null byte, no permission
-        raise CheckpointError(f"MODEL {name[:200]!r} cannot be looked up: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"MODEL {name[:200]!r} cannot be looked up: {reason}.") from error
     if HUB_ID.fullmatch(name) and not name.lower().endswith(".gguf"):
         return _fetch_from_hub(name)
     if name.lower().endswith(".gguf") or "/" in name or os.sep in name or name.startswith(("~", ".")):
