@@ -8,24 +8,11 @@ the output itself. Putting never waits.
 import contextlib
 from collections.abc import Sequence
 
-import attrs
 import trio
 
 from trioengine.errors import TrioEngineError
+from trioengine.frontend.pending_output import PendingOutput
 from trioengine.types.output import FinishReason
-
-
-@attrs.define(eq=False)
-class PendingOutput:
-    """What is new for a reader: grows until it is taken, and is then the reader's alone."""
-
-    texts: list[str]
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: TrioEngineError | None = None
-    """Comes after the tokens beside it."""
-    is_taken: bool = False
 
 
 class CoalescingChannel:
@@ -40,6 +27,7 @@ class CoalescingChannel:
         """With `is_final_only` everything is held until the end, and the reader is woken once."""
         self._send, self._receive = trio.open_memory_channel[PendingOutput](1)
         self._last: PendingOutput | None = None
+        self._is_delivered = False
         self._is_final_only = is_final_only
 
     def put(
@@ -50,26 +38,13 @@ class CoalescingChannel:
         stop_reason: int | str | None = None,
     ) -> None:
         """Give the reader new output; with a `finish_reason`, the last."""
-        last = self._last
-        if last is not None and not last.is_taken:
-            if text:
-                last.texts.append(text)
-            last.token_ids.extend(token_ids)
-            if finish_reason is not None:
-                last.finish_reason, last.stop_reason = finish_reason, stop_reason
-                self._finish(last)
-            return
-        pending = PendingOutput([text], list(token_ids), finish_reason, stop_reason)
-        self._add(pending, is_last=finish_reason is not None)
+        self._pending().put(text, token_ids, finish_reason, stop_reason)
+        self._deliver()
 
     def fail(self, error: TrioEngineError) -> None:
         """Give the reader an error, after all output that it has not read yet."""
-        last = self._last
-        if last is not None and not last.is_taken:
-            last.error = error
-            self._finish(last)
-        else:
-            self._add(PendingOutput([], [], error=error), is_last=True)
+        self._pending().fail(error)
+        self._deliver()
 
     async def receive(self) -> PendingOutput:
         """Wait for output. A cancelled call takes nothing.
@@ -85,21 +60,23 @@ class CoalescingChannel:
         """The reader leaves. Later output is dropped."""
         self._receive.close()
 
-    def _add(self, pending: PendingOutput, *, is_last: bool) -> None:
-        self._last = pending
-        if is_last:
-            self._deliver(pending)
+    def _pending(self) -> PendingOutput:
+        """The object that new output goes into: the one not taken yet, else a new one."""
+        last = self._last
+        if last is None or last.is_taken:
+            self._last = last = PendingOutput()
+            self._is_delivered = False
+        return last
+
+    def _deliver(self) -> None:
+        """Send the newest object unless it is on its way already, or held because more follows."""
+        last = self._last
+        assert last is not None
+        if not self._is_delivered and (last.is_last or not self._is_final_only):
+            self._is_delivered = True
+            # The object before was taken, so the buffer is empty: this never raises WouldBlock. A reader that has left
+            # has its abort on the way.
+            with contextlib.suppress(trio.BrokenResourceError):
+                self._send.send_nowait(last)
+        if last.is_last:
             self._send.close()
-        elif not self._is_final_only:
-            self._deliver(pending)
-
-    def _finish(self, last: PendingOutput) -> None:
-        if self._is_final_only:
-            self._deliver(last)
-        self._send.close()
-
-    def _deliver(self, pending: PendingOutput) -> None:
-        # The object before was taken, so the buffer is empty: this never raises WouldBlock. A reader that has left has
-        # its abort on the way.
-        with contextlib.suppress(trio.BrokenResourceError):
-            self._send.send_nowait(pending)

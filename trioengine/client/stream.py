@@ -7,10 +7,11 @@ from typing import Protocol
 import attrs
 import trio
 
-from trioengine.client.channel import CoalescingChannel, PendingOutput
+from trioengine.client.channel import CoalescingChannel
 from trioengine.errors import EngineClosedError, TrioEngineError
 from trioengine.frontend.input_processor import InputProcessor, ProcessedRequest
-from trioengine.types.output import CompletionOutput, RequestOutput
+from trioengine.frontend.pending_output import OutputBuilder
+from trioengine.types.output import RequestOutput
 from trioengine.types.params import RequestOutputKind
 from trioengine.types.request import GenerateRequest
 
@@ -38,14 +39,12 @@ class RequestStream:
     def __init__(self, owner: RequestOwner, request: GenerateRequest) -> None:
         self._owner = owner
         self._request = request
-        self._kind = request.sampling.output_kind
-        self._channel = CoalescingChannel(is_final_only=self._kind is RequestOutputKind.FINAL_ONLY)
+        is_final_only = request.sampling.output_kind is RequestOutputKind.FINAL_ONLY
+        self._channel = CoalescingChannel(is_final_only=is_final_only)
         self._processed: ProcessedRequest | None = None
+        self._builder: OutputBuilder | None = None
         self._leave: Callable[[], None] | None = None
         self._error: TrioEngineError | None = None
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._num_generated_tokens = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -73,6 +72,8 @@ class RequestStream:
         # From here to the end nothing awaits: either the request is registered and will be left, or neither.
         self._leave = owner.start(processed, self._channel)
         self._processed = processed
+        is_cumulative = processed.sampling.output_kind is RequestOutputKind.CUMULATIVE
+        self._builder = OutputBuilder(processed, is_cumulative=is_cumulative)
         return self
 
     async def __aexit__(
@@ -96,34 +97,12 @@ class RequestStream:
             raise StopAsyncIteration from None
         except trio.ClosedResourceError:
             raise EngineClosedError("The stream was read after its block was left.") from None
-        return self._output(pending)
-
-    def _output(self, pending: PendingOutput) -> RequestOutput:
         if pending.error is not None:
             self._error = pending.error
-            if not pending.token_ids and not pending.texts:
+            if not pending.token_ids:
                 raise attrs.evolve(pending.error)
-        self._num_generated_tokens += len(pending.token_ids)
-        text, token_ids = "".join(pending.texts), tuple(pending.token_ids)
-        if self._kind is RequestOutputKind.CUMULATIVE:
-            self._texts.append(text)
-            self._token_ids.extend(token_ids)
-            text, token_ids = "".join(self._texts), tuple(self._token_ids)
-        processed = self._entered
-        output = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=token_ids,
-            finish_reason=pending.finish_reason,
-            stop_reason=pending.stop_reason,
-        )
-        return RequestOutput(
-            request_id=processed.request.request_id or "",
-            prompt_token_ids=processed.prompt_token_ids,
-            outputs=(output,),
-            finished=pending.finish_reason is not None,
-            num_generated_tokens=self._num_generated_tokens,
-        )
+        assert self._builder is not None
+        return self._builder.build(pending)
 
     @property
     def _entered(self) -> ProcessedRequest:

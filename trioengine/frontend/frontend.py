@@ -80,9 +80,9 @@ class Frontend:
         """
         self._raise_if_dead()
         number = next(self._request_numbers)
-        external_id = processed.request.request_id or f"request-{number}"
+        external_id = processed.external_id
         slot = self._free_slots.pop() if self._free_slots else len(self._states)
-        state = RequestState(slot, external_id, processed, sink)
+        state = RequestState(slot, processed, sink)
         if slot == len(self._states):
             self._states.append(state)
         else:

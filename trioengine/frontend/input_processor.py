@@ -1,6 +1,7 @@
 """From a `GenerateRequest` to token ids and checked parameters: every rule is applied before anything is sent."""
 
 import random
+import secrets
 from collections.abc import Sequence
 
 import attrs
@@ -20,7 +21,8 @@ LONG_PROMPT_CHARS = 16_384
 class ProcessedRequest:
     """A request that is certain to be accepted by the core."""
 
-    request: GenerateRequest
+    external_id: str
+    """The caller's name for the request, or one that was drawn."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     """`max_tokens` is set and fits the context."""
@@ -61,7 +63,7 @@ class InputProcessor:
         sampling, warnings = _fit_max_tokens(request.sampling, num_left)
         seed = random.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64
         return ProcessedRequest(
-            request=request,
+            external_id=request.request_id or f"request-{secrets.token_hex(8)}",
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             seed=seed,

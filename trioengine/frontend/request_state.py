@@ -30,10 +30,10 @@ class RequestState:
         "slot",
     )
 
-    def __init__(self, slot: int, external_id: str, processed: ProcessedRequest, sink: Sink) -> None:
+    def __init__(self, slot: int, processed: ProcessedRequest, sink: Sink) -> None:
         sampling = processed.sampling
         self.slot = slot
-        self.external_id = external_id
+        self.external_id = processed.external_id
         self._sink: Sink | None = sink
         self._detokenizer: IncrementalDetokenizer | None = None
         if sampling.detokenize:

@@ -7,7 +7,8 @@ import logging
 
 from trioengine.checkpoint.gguf import open_gguf
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
-from trioengine.config.env import hardware_facts
+from trioengine.config import env
+from trioengine.config.engine import EngineConfig
 from trioengine.config.resolve import ResolvedConfig, resolve
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
@@ -19,21 +20,29 @@ from trioengine.types.messages import ModelFacts, Ready
 logger = logging.getLogger(__name__)
 
 
-def build_engine_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
-    """Load the model that the launch names, and a core around it.
+def build_launched_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
+    """The core that a core process runs."""
+    return build_engine_core(launch.config, launch.model, progress)
+
+
+def build_engine_core(
+    config: EngineConfig, location: ModelLocation, progress: ReportProgress = lambda _stage, _fraction: None
+) -> BuiltCore:
+    """Load a model, and a core around it.
 
     Raises:
         CheckpointError, ConfigError: the model or an option cannot work.
         EngineStartError: there is not enough memory.
     """
+    env.let_compute_threads_sleep()
     progress("importing torch", 0.0)
     from trioengine.worker.executor import load_executor, model_shape
 
-    model = read_model_config(launch.model)
-    resolved = resolve(launch.config, model_shape(model), hardware_facts())
+    model = read_model_config(location)
+    resolved = resolve(config, model_shape(model), env.hardware_facts())
     for reason in resolved.reasons.items():
         logger.info("%s = %s", *reason)
-    executor = load_executor(launch.model, resolved, lambda fraction: progress("loading the weights", fraction))
+    executor = load_executor(location, resolved, lambda fraction: progress("loading the weights", fraction))
     core = EngineCore(_core_config(resolved, model), executor)
     facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids)
     ready = Ready(facts, resolved.num_kv_blocks, resolved.block_size, dict(resolved.reasons))

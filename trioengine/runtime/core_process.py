@@ -117,6 +117,6 @@ def _watch(launch_fd: int, page: StatusPage) -> None:
 
 
 if __name__ == "__main__":
-    from trioengine.runtime.build import build_engine_core
+    from trioengine.runtime.build import build_launched_core
 
-    sys.exit(main(build_engine_core))
+    sys.exit(main(build_launched_core))
