@@ -1,3 +1,70 @@
-"""TrioEngine: LLM inference and serving built on Trio."""
+"""TrioEngine: LLM inference and serving built on Trio.
+
+async with trioengine.open_engine() as engine:      # inside a Trio program
+    async with engine.generate(trioengine.GenerateRequest("The sky is")) as outputs:
+        async for output in outputs: ...
+
+with trioengine.LLM() as llm:                       # in a script
+    print(llm.generate("The sky is")[0].outputs[0].text)
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trioengine.client.engine import Engine, open_engine
+    from trioengine.client.interface import EngineClient
+    from trioengine.client.llm import LLM
+    from trioengine.config.engine import EngineConfig
+    from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
+    from trioengine.types.params import RequestOutputKind, SamplingParams
+    from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "ChatPrompt",
+    "CompletionOutput",
+    "Engine",
+    "EngineClient",
+    "EngineConfig",
+    "FinishReason",
+    "GenerateRequest",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "open_engine",
+]
+
+# Loaded when first asked for: the core and its pure packages must be importable without trio, and quickly.
+_HOMES = {
+    "LLM": "client.llm",
+    "ChatPrompt": "types.request",
+    "CompletionOutput": "types.output",
+    "Engine": "client.engine",
+    "EngineClient": "client.interface",
+    "EngineConfig": "config.engine",
+    "FinishReason": "types.output",
+    "GenerateRequest": "types.request",
+    "RequestOutput": "types.output",
+    "RequestOutputKind": "types.params",
+    "SamplingParams": "types.params",
+    "TextPrompt": "types.request",
+    "TokensPrompt": "types.request",
+    "open_engine": "client.engine",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trioengine' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"trioengine.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
