@@ -1,0 +1,25 @@
+"""The application that `trioengine serve` serves: OpenAI's routes, and OpenAI's errors everywhere else too."""
+
+import trio
+from quart_trio import QuartTrio
+
+from trioengine.client.interface import EngineClient
+from trioengine.server.blueprint import handle_error, openai_blueprint
+
+
+def create_app(
+    engine: EngineClient,
+    *,
+    shutdown: trio.Event | None = None,
+    stop: trio.Event | None = None,
+    is_strict: bool = False,
+) -> QuartTrio:
+    """A Quart-Trio application over an open engine. Open the engine around the server, not in `before_serving`.
+
+    Body limits are the server's: `serve` enforces them. `shutdown`, `stop` and `is_strict` as in `openai_blueprint`.
+    """
+    app = QuartTrio("trioengine", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = None
+    app.register_blueprint(openai_blueprint(engine, shutdown=shutdown, stop=stop, is_strict=is_strict))
+    app.register_error_handler(Exception, handle_error)
+    return app

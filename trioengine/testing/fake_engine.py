@@ -1,0 +1,200 @@
+"""An `EngineClient` that answers from a script: no core, no model, no clock of its own.
+
+It keeps the promises of `client.interface` that an application can see: wrong parameters are refused on entering,
+leaving the block ends the request without awaiting, waiting tokens come before an error.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import attrs
+import trio
+
+from trioengine.errors import EngineClosedError, TrioEngineError
+from trioengine.tokenizer.tokenizer import Tokenizer
+from trioengine.types.messages import Call, CoreLoad, GetLoad, ModelFacts
+from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
+from trioengine.types.params import RequestOutputKind
+from trioengine.types.request import GenerateRequest, TokensPrompt
+
+R = TypeVar("R")
+
+
+@attrs.frozen
+class ScriptedReply:
+    """What the fake engine answers to every request. Each delta is one token."""
+
+    deltas: Sequence[str] = ("Hello", ", ", "world", "!")
+    finish_reason: FinishReason = FinishReason.STOP
+    stop_reason: int | str | None = None
+    error: TrioEngineError | None = None
+    """Raised after the deltas, instead of finishing."""
+    first_delay_s: float = 0.0
+    """How long the request waits before its first token."""
+    go_on: trio.Event | None = None
+    """The last delta waits for it."""
+    warnings: tuple[str, ...] = ()
+    num_prompt_tokens: int = 5
+
+
+@attrs.define(eq=False)
+class FakeEngine:
+    """The engine. `live` and `left` tell what became of its requests."""
+
+    reply: ScriptedReply = attrs.field(factory=ScriptedReply)
+    enter_error: TrioEngineError | None = None
+    """Raised on entering every request."""
+    health_error: TrioEngineError | None = None
+    model_name: str = "fake-model"
+    model_facts: ModelFacts = attrs.field(factory=lambda: ModelFacts(2048, 1000, (2,)))
+    load: CoreLoad = attrs.field(factory=lambda: CoreLoad(running=0, waiting=0, free_blocks=10, total_blocks=10))
+    requests: list[GenerateRequest] = attrs.field(factory=list[GenerateRequest])
+    """Every request that was entered."""
+    live: set["FakeOutputStream"] = attrs.field(factory=lambda: set[FakeOutputStream]())
+    """The requests whose block is open."""
+    num_aborted: int = 0
+    """Requests left before they had finished."""
+    last_left: trio.Event = attrs.field(factory=trio.Event)
+    """Set whenever no request is live any more; a request that is entered replaces it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Not there: whoever needs one needs more than this fake."""
+        raise NotImplementedError("the fake engine has no tokenizer")
+
+    def generate(self, request: GenerateRequest) -> "FakeOutputStream":
+        """A stream of the scripted reply."""
+        return FakeOutputStream(self, request, self.reply)
+
+    def abort(self, request_id: str) -> None:
+        """End the live requests with this id."""
+        for stream in [stream for stream in self.live if stream.request.request_id == request_id]:
+            stream.abort()
+
+    async def call(self, call: Call[R]) -> R:
+        """`GetLoad` only."""
+        await trio.lowlevel.checkpoint()
+        if not isinstance(call, GetLoad):
+            raise NotImplementedError(f"the fake engine cannot {type(call).__name__}")
+        return cast(Any, self.load)
+
+    def check_health(self) -> None:
+        """Raises `health_error`."""
+        if self.health_error is not None:
+            raise self.health_error
+
+
+class FakeOutputStream:
+    """One scripted request."""
+
+    def __init__(self, engine: FakeEngine, request: GenerateRequest, reply: ScriptedReply) -> None:
+        self.request = request
+        self._engine = engine
+        self._reply = reply
+        self._num_sent = 0
+        self._text = ""
+        self._is_aborted = False
+        self._is_finished = False
+        self._left = trio.Event()
+        self._first_token_time_s = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """As scripted, or the length of a prompt of token ids."""
+        prompt = self.request.prompt
+        return len(prompt.token_ids) if isinstance(prompt, TokensPrompt) else self._reply.num_prompt_tokens
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """As scripted."""
+        return self._reply.warnings
+
+    def abort(self) -> None:
+        """Finish with reason "abort" at the next read."""
+        self._is_aborted = True
+
+    async def __aenter__(self) -> "FakeOutputStream":
+        self._engine.check_health()
+        if self._engine.enter_error is not None:
+            raise self._engine.enter_error
+        self.request.sampling.validate()
+        await trio.lowlevel.checkpoint()
+        # A time, so that readers that give up waiting and try again do not make it longer.
+        self._first_token_time_s = trio.current_time() + self._reply.first_delay_s
+        if not self._engine.live:
+            self._engine.last_left = trio.Event()
+        self._engine.live.add(self)
+        self._engine.requests.append(self.request)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self._left.set()
+        self._engine.live.discard(self)
+        self._engine.num_aborted += not self._is_finished
+        if not self._engine.live:
+            self._engine.last_left.set()
+
+    def __aiter__(self) -> "FakeOutputStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        await trio.lowlevel.checkpoint()
+        if self._is_finished:
+            raise StopAsyncIteration
+        while True:
+            await self._wait_for_token()
+            text = self._next_delta()
+            self._text += text
+            kind = self.request.sampling.output_kind
+            if kind is RequestOutputKind.FINAL_ONLY and not self._is_finished:
+                continue
+            return self._output(text if kind is RequestOutputKind.DELTA else self._text)
+
+    async def _wait_for_token(self) -> None:
+        async with trio.open_nursery() as nursery:
+            # Leaving wakes the reader, as the real stream does.
+            nursery.start_soon(self._wait_or_end, nursery.cancel_scope)
+            await self._left.wait()
+            nursery.cancel_scope.cancel()
+        if self._left.is_set():
+            raise EngineClosedError("The stream was read after its block was left.")
+
+    async def _wait_or_end(self, scope: trio.CancelScope) -> None:
+        if trio.current_time() < self._first_token_time_s:
+            await trio.sleep_until(self._first_token_time_s)
+        is_last = self._num_sent >= len(self._reply.deltas) - 1
+        if is_last and self._reply.go_on is not None:
+            await self._reply.go_on.wait()
+        scope.cancel()
+
+    def _next_delta(self) -> str:
+        deltas = self._reply.deltas
+        if self._reply.error is not None and self._num_sent == len(deltas):
+            raise self._reply.error
+        if self._is_aborted or not deltas:
+            self._is_finished = True
+            return ""
+        text = deltas[self._num_sent]
+        self._num_sent += 1
+        self._is_finished = self._num_sent == len(deltas) and self._reply.error is None
+        return text
+
+    def _output(self, text: str) -> RequestOutput:
+        finish_reason = FinishReason.ABORT if self._is_aborted else self._reply.finish_reason
+        choice = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=(1,),
+            finish_reason=finish_reason if self._is_finished else None,
+            stop_reason=self._reply.stop_reason if self._is_finished else None,
+        )
+        return RequestOutput(
+            request_id=self.request.request_id or "",
+            prompt_token_ids=(1,) * self.num_prompt_tokens,
+            outputs=(choice,),
+            finished=self._is_finished,
+            num_generated_tokens=self._num_sent,
+        )
