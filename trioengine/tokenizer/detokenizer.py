@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from trioengine.tokenizer.tokenizer import Tokenizer
 
-_CONTINUES = range(0x80, 0xC0)
 _PROMPT_TAIL_BYTES = 4
 """The decoder's state depends on three bytes at most: an incomplete character has no more."""
 
@@ -78,12 +77,12 @@ class IncrementalDetokenizer:
     def _leave_prompt(self, next_byte: int) -> None:
         """Forget the prompt's incomplete character unless the next byte goes on with it."""
         num_pending, self._pending_prompt_bytes = self._pending_prompt_bytes, 0
-        pending = self._decoder.getstate()[0]
+        candidate = self._decoder.getstate()[0] + bytes([next_byte])
         probe = codecs.getincrementaldecoder("utf-8")("replace")
-        # Either the character is whole now, or one byte more is pending; otherwise the byte starts something new.
-        text = probe.decode(pending + bytes([next_byte]))
-        goes_on = (text != "" and "\ufffd" not in text) or len(probe.getstate()[0]) == num_pending + 1
-        if not goes_on or next_byte not in _CONTINUES:
+        text = probe.decode(candidate)
+        is_whole = text.encode() == candidate
+        is_longer = len(probe.getstate()[0]) == num_pending + 1
+        if not is_whole and not is_longer:
             self._decoder.reset()
 
     def _num_pending_bytes(self) -> int:

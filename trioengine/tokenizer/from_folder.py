@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from trioengine.errors import CheckpointError
 from trioengine.tokenizer.from_gguf import set_bos
-from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts
+from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts, library_errors_as_checkpoint_errors
 
 MAX_FILE_BYTES = 256 << 20
 
@@ -29,10 +29,8 @@ def read_folder_tokenizer(folder: Path) -> TokenizerParts:
     text = _read_text(path)
     if text is None:
         raise CheckpointError(f"{path} is missing.", path=str(path))
-    try:
+    with library_errors_as_checkpoint_errors(f"{path} cannot be read", str(path)):
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises Exception itself; it becomes the reply of whoever loads the model
-        raise CheckpointError(f"{path} cannot be read: {error}.", path=str(path)) from error
     # Settings for training batches, which would cut prompts silently.
     backend.no_truncation()
     backend.no_padding()

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from trioengine.checkpoint.gguf import GGUFValue, open_gguf
 from trioengine.errors import CheckpointError
-from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts
+from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts, library_errors_as_checkpoint_errors
 
 Metadata: TypeAlias = Mapping[str, GGUFValue]
 
@@ -83,7 +83,10 @@ def _build(metadata: Metadata) -> TokenizerParts:
             added.append(tokenizers.AddedToken(token, special=is_special, normalized=False))
     backend.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]
     facts = _facts(metadata, tokens, types)
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", model == "llama")
+    # Files that leave it out are SentencePiece's, and Llama 3's, whose own tokenizer.json adds BOS.
+    adds_bos = metadata.get(
+        "tokenizer.ggml.add_bos_token", model == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    )
     if adds_bos is True and facts.bos_token_id is not None:
         set_bos(backend, tokens[facts.bos_token_id], facts.bos_token_id)
     return TokenizerParts(backend, facts)
@@ -138,10 +141,11 @@ def _byte_level_backend(metadata: Metadata, tokens: tuple[str, ...]) -> tokenize
 
 def _make_backend(tokens: tuple[str, ...], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    try:
+    for left, right in merges:
+        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
+            raise CheckpointError(f"tokenizer.ggml.merges joins {left[:50]!r} and {right[:50]!r}, which are no tokens.")
+    with library_errors_as_checkpoint_errors("The vocabulary and its merges do not fit together"):
         return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **options))
-    except Exception as error:  # the library raises Exception itself; it becomes the reply of whoever loads the model
-        raise CheckpointError(f"The vocabulary and its merges do not fit together: {error}.") from error
 
 
 def _gpt2(backend: tokenizers.Tokenizer) -> None:

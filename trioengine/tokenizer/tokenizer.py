@@ -20,6 +20,11 @@ from trioengine.tokenizer.from_gguf import read_gguf_tokenizer
 from trioengine.tokenizer.parts import TokenizerFacts
 from trioengine.tokenizer.token_bytes import read_token_bytes
 
+LONG_TEXT_CHARS = 1 << 16
+"""From here on the library's batch call pays: it computes no offsets, so it takes half the time and holds the
+interpreter for a tenth of it. It also starts the library's own worker threads, which short texts should not.
+"""
+
 
 def load_tokenizer(location: ModelLocation) -> "Tokenizer":
     """Return the tokenizer of a model, from its GGUF metadata or its tokenizer.json.
@@ -93,11 +98,12 @@ class Tokenizer:
             allow_special: let control tokens written in the text become control tokens.
 
         Raises:
-            RequestError: the text has a lone surrogate, which is no character.
+            RequestError: the text has a lone surrogate, which is no character; or it spells a control token that this
+                vocabulary cannot spell as text.
         """
         if allow_special:
             return _encode(self._backend, text, add_special_tokens)
-        return self._guard.restore_ids(_encode(self._guard.backend, text, add_special_tokens))
+        return self._guard.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; invalid UTF-8 becomes U+FFFD, an id without a token is skipped."""
@@ -146,8 +152,7 @@ class Tokenizer:
         """
         if not self._guard.is_needed_for(text):
             return _encode(self._backend, text, add_special_tokens=False)
-        guarded = _encode(self._guard.backend, self._guard.guard(text), add_special_tokens=False)
-        return self._guard.restore_ids(guarded)
+        return self._guard.encode(self._guard.guard(text), add_special_tokens=False)
 
     @cached_property
     def _shown_bytes(self) -> list[bytes]:
@@ -171,8 +176,8 @@ class Tokenizer:
 class _Guard:
     """Keeps control tokens that users write apart from those that templates write.
 
-    Three spellings of a control token T exist for one tokenizer: T itself, which is plain text to `backend`; its guard,
-    which is the control token to `backend`; and its stand-in, which carries a user's T through a template. Guard
+    Three spellings of a control token T exist for one tokenizer: T itself, which is plain text to this one; its guard,
+    which is the control token to it; and its stand-in, which carries a user's T through a template. Guard
     and stand-in contain 128 random bits and characters that Unicode reserves for internal use (U+FDD0 and following).
     They are of digits, so that filters such as `upper` leave them whole.
     """
@@ -191,7 +196,11 @@ class _Guard:
         self._is_always_needed = backend.normalizer is not None and any(
             token.special and token.normalized for token in added.values()
         )
-        self.backend, self._original_ids = self._build(backend, added)
+        self._backend, self._original_ids = self._build(backend, added)
+        # Those of the model's own words, less what stands for unknown text and what is put around every text.
+        num_words = backend.get_vocab_size(with_added_tokens=False)
+        allowed = {backend.token_to_id(getattr(backend.model, "unk_token", None) or ""), *backend.encode("").ids}
+        self._forbidden_ids = frozenset(token_id for token_id in specials if token_id < num_words) - allowed
 
     def _build(
         self, backend: tokenizers.Tokenizer, added: Mapping[int, Any]
@@ -239,13 +248,19 @@ class _Guard:
         return self._is_always_needed or self._stand_in_start in text
 
     def guard(self, text: str) -> str:
-        """From a template's output to what `backend` reads."""
+        """From a template's output to what `encode` takes."""
         guarded = self._special_pattern.sub(
             lambda match: self._guard_format.format(self._id_by_content[match[0]]), text
         )
         return self.reveal(guarded)
 
-    def restore_ids(self, token_ids: list[int]) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of guarded text: guards become control tokens, all else is plain text."""
+        token_ids = _encode(self._backend, text, add_special_tokens)
+        if not self._forbidden_ids.isdisjoint(token_ids):
+            # Possible only where a word of the model itself is a control token, as merges or Unigram may make one.
+            token = next(self._content_by_id[token_id] for token_id in token_ids if token_id in self._forbidden_ids)
+            raise RequestError(f"The text spells the control token {token!r}, which this model cannot read as text.")
         original_ids = self._original_ids
         if not original_ids or original_ids.keys().isdisjoint(token_ids):
             return token_ids
@@ -257,6 +272,8 @@ class _Guard:
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     try:
+        if len(text) > LONG_TEXT_CHARS:
+            return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except TypeError as error:
         # The library says of a lone surrogate only that the text is no str.

@@ -93,8 +93,7 @@ def test_the_guarded_way_gives_the_same_ids(tokenizer: Tokenizer) -> None:
     """Both ways of encoding agree where both apply."""
     text = render_chat(tokenizer, user("It's 日本 12.\n  x ")).prompt_text
     guard = tokenizer._guard
-    guarded = guard.restore_ids(guard.backend.encode(guard.guard(text), add_special_tokens=False).ids)
-    assert guarded == tokenizer.encode(text, allow_special=True)
+    assert guard.encode(guard.guard(text), add_special_tokens=False) == tokenizer.encode(text, allow_special=True)
 
 
 def test_a_template_that_writes_bos_gets_no_second_one(tokenizer: Tokenizer) -> None:

@@ -108,6 +108,8 @@ def test_a_prompt_that_ends_inside_a_character_leaks_nothing() -> None:
     """Case 25 (vllm 48853): the first delta is that character only."""
     prompt = [PIECES.index("a"), *(byte_id(byte) for byte in "日".encode()[:2])]
     assert pieces(SENTENCEPIECE, [byte_id("日".encode()[2])], prompt) == ["日", ""]
+    prompt = [byte_id(byte) for byte in "\ufffd".encode()[:2]]
+    assert pieces(SENTENCEPIECE, [byte_id("\ufffd".encode()[2])], prompt) == ["\ufffd", ""]
 
 
 def test_an_incomplete_character_of_the_prompt_is_forgotten_when_nothing_completes_it() -> None:

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
-from trioengine.errors import CheckpointError
+from trioengine.errors import CheckpointError, RequestError
 from trioengine.tokenizer.chat_template import render_chat
 from trioengine.tokenizer.token_bytes import byte_stand_ins
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -105,6 +105,21 @@ def test_a_normalizer_cannot_turn_user_text_into_a_control_token(tmp_path: Path)
     assert tokenizer.encode_rendered("<stop>" + tokenizer.protect("<STOP>")).count(stop) == 1
 
 
+def test_a_control_token_that_merges_can_make_is_never_made_from_text(tmp_path: Path) -> None:
+    """No such vocabulary is known; where one comes, users get an error and no control token."""
+    backend = tokenizers.Tokenizer(models.BPE({"<": 0, "s": 1, "<s": 2}, [("<", "s")]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s"])
+    tokenizer = load(tmp_path, backend)
+    assert tokenizer.encode("<s", allow_special=True) == [2]
+    assert tokenizer.encode("s<") == [1, 0]
+    with pytest.raises(RequestError, match="control token '<s'"):
+        tokenizer.encode("<s")
+    assert tokenizer.encode_rendered("<s") == [2]
+    with pytest.raises(RequestError, match="control token '<s'"):
+        tokenizer.encode_rendered("<s" + tokenizer.protect("<s"))
+
+
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
         load_tokenizer(ModelLocation(ModelKind.FOLDER, tmp_path, "test"))
@@ -128,6 +143,16 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: Any) -> None
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(ModelLocation(ModelKind.FOLDER, tmp_path, "test"))
+
+
+def test_a_crash_inside_the_library_is_an_error(tmp_path: Path) -> None:
+    """A merge longer than every token makes the library panic, which Python sees as no `Exception`."""
+    parsed = json.loads(make_backend().to_str())
+    parsed["model"]["vocab"] = {"aa": 0, "b": 1}
+    parsed["model"]["merges"] = [["aa", "b"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(ModelLocation(ModelKind.FOLDER, tmp_path, "test"))
 

@@ -118,6 +118,13 @@ def test_bos_is_put_in_front_when_the_file_says_so(path: Path) -> None:
     assert tokenizer.encode("hi", allow_special=True) == [end, *hi]
 
 
+def test_bos_is_put_in_front_by_default_for_llama_3_only(path: Path) -> None:
+    end = BYTE_LEVEL.index("<|end|>")
+    assert byte_level(path, "llama-bpe", ggml__bos_token_id=end).encode("") == [end]
+    assert byte_level(path, "llama-bpe", ggml__bos_token_id=end, ggml__add_bos_token=False).encode("") == []
+    assert byte_level(path, "qwen2", ggml__bos_token_id=end).encode("") == []
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -95,3 +95,13 @@ def test_two_threads_may_encode_at_once(tokenizer: Tokenizer) -> None:
     for thread in threads:
         thread.join()
     assert results == {True: [special] * 100, False: [plain] * 100}
+
+
+def test_a_long_text_has_the_same_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts go another way through the library."""
+    text = "It's 日本 12 😀.\n <|im_end|> " * 20
+    expected = tokenizer.encode(text), tokenizer.encode(text, allow_special=True)
+    monkeypatch.setattr("trioengine.tokenizer.tokenizer.LONG_TEXT_CHARS", 10)
+    assert (tokenizer.encode(text), tokenizer.encode(text, allow_special=True)) == expected
+    with pytest.raises(RequestError, match="lone surrogate"):
+        tokenizer.encode(text + "\ud800")
