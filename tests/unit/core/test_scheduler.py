@@ -1,5 +1,7 @@
 """First come, first served, within a token budget and the blocks there are."""
 
+from collections.abc import Callable
+
 import pytest
 
 from trioengine.core.executor import NO_TOKEN, SequenceFailure, StepPlan, StepResult
@@ -37,6 +39,13 @@ class Steps:
         num_tokens = {work.sequence_id: work.num_tokens for work in plan.scheduled}
         self.update(plan)
         return num_tokens
+
+    def step_while(self, condition: Callable[[], bool], max_steps: int = 200) -> None:
+        """Steps until the condition no longer holds."""
+        for _ in range(max_steps):
+            if condition():
+                self.step()
+        assert not condition(), f"still so after {max_steps} steps"
 
     def _token(self, plan: StepPlan, index: int) -> int:
         work = plan.scheduled[index]
@@ -108,8 +117,7 @@ def test_the_request_that_arrived_last_is_preempted_first() -> None:
     assert (first.status, second.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
     assert (second.num_computed_tokens, second.num_generated_tokens) == (0, 2)
 
-    while first.status is RequestStatus.RUNNING:
-        steps.step()
+    steps.step_while(lambda: first.status is RequestStatus.RUNNING)
     plan = steps.scheduler.schedule()
     assert [(new.sequence_id, len(new.token_ids), new.num_prompt_tokens) for new in plan.new] == [(1, 9, 7)]
     assert third.status is RequestStatus.WAITING
@@ -117,18 +125,15 @@ def test_the_request_that_arrived_last_is_preempted_first() -> None:
 
 def test_a_request_can_be_preempted_by_its_own_need() -> None:
     """The newest one that needs a block itself gives way to the older ones."""
-    steps = Steps(num_blocks=5)
-    steps.add(5, max_tokens=16)
-    newest = steps.add(8, max_tokens=8)
-    while newest.status is not RequestStatus.RUNNING:
-        steps.step()
-    steps.step()
-    assert steps.kv_cache.num_free_blocks == 0
-    while newest.status is RequestStatus.RUNNING:
-        assert 0 in steps.step()
+    steps = Steps(num_blocks=4)
+    steps.add(5)
+    newest = steps.add(8)
+    assert steps.step() == {0: 5, 1: 8}
+    plan = steps.scheduler.schedule()
+    assert ([work.sequence_id for work in plan.scheduled], list(plan.removed)) == ([0], [1])
+    steps.update(plan)
     assert newest.status is RequestStatus.WAITING
-    while steps.scheduler.has_work:
-        steps.step()
+    steps.step_while(lambda: steps.scheduler.has_work)
     assert newest.num_generated_tokens == 8
 
 
@@ -138,7 +143,7 @@ def test_nobody_is_preempted_in_a_step_that_it_was_scheduled_in() -> None:
     for _ in range(6):
         steps.add(6, max_tokens=12)
     num_preemptions = 0
-    while steps.scheduler.has_work:
+    for _ in range(200):
         plan = steps.scheduler.schedule()
         scheduled = {work.sequence_id for work in plan.scheduled}
         assert not scheduled & set(plan.removed)
@@ -159,8 +164,7 @@ def test_a_request_that_could_not_run_alone_is_refused() -> None:
     assert caught.value.param == "max_tokens"
     assert not steps.scheduler.has_work
     request = steps.add(6, max_tokens=7)
-    while steps.scheduler.has_work:
-        steps.step()
+    steps.step_while(lambda: steps.scheduler.has_work)
     assert request.num_generated_tokens == 7
 
 
