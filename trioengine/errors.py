@@ -208,6 +208,13 @@ class CodecError(TrioEngineError):
     code: ClassVar[str] = "invalid_message"
 
 
+@attrs.define(eq=False, str=False)
+class BenchError(TrioEngineError):
+    """A benchmark could not be finished, so there are no figures. The message says what the measured side did."""
+
+    code: ClassVar[str] = "benchmark_failed"
+
+
 def _rebuild(error_class: type[TrioEngineError], fields: dict[str, object]) -> TrioEngineError:
     return error_class(**fields)  # pyright: ignore[reportArgumentType]
 

@@ -1,19 +1,16 @@
 """`trioengine chat`: a conversation at the terminal.
 
 Ctrl-C stops an answer; at the prompt it leaves, as the end of input does.
-
-The terminal is read by waiting for its descriptor, so no thread is left behind in a read that nobody can cancel.
 """
 
 import argparse
-import os
 import signal
-import stat
 import sys
 
 import trio
 
 from trioengine.cli.generate import print_delta
+from trioengine.cli.line_reader import LineReader
 from trioengine.cli.options import add_engine_options, engine_config_from
 from trioengine.cli.progress import Progress
 from trioengine.cli.sampling import add_sampling_options, sampling_from
@@ -25,7 +22,6 @@ from trioengine.types.params import SamplingParams
 from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest
 
 PROMPT = "> "
-MAX_READ_BYTES = 65536
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,32 +75,6 @@ class Conversation:
             finally:
                 self._answering = None
         self._messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
-
-
-class LineReader:
-    """Lines from a descriptor, without a thread and without blocking other tasks."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        # A regular file is always readable, and epoll refuses it.
-        self._must_wait = not stat.S_ISREG(os.fstat(fd).st_mode)
-        self._waiting = b""
-        self._has_ended = False
-
-    async def read_line(self) -> str | None:
-        """The next line without its end, or None at the end of input. Cancelling loses nothing."""
-        while b"\n" not in self._waiting and not self._has_ended:
-            if self._must_wait:
-                await trio.lowlevel.wait_readable(self._fd)
-            else:
-                await trio.lowlevel.checkpoint()
-            part = os.read(self._fd, MAX_READ_BYTES)
-            self._has_ended = not part
-            self._waiting += part
-        if not self._waiting:
-            return None
-        line, _, self._waiting = self._waiting.partition(b"\n")
-        return line.decode(errors="replace").rstrip("\r")
 
 
 async def _chat(config: EngineConfig, conversation: Conversation) -> None:

@@ -49,15 +49,22 @@ class Script:
     """The core fails to start, saying this."""
     fatal_token: int | None = None
     """A prompt with this token is the core's death in the next step."""
+    clock_tokens: tuple[int, ...] = ()
+    """Every token of a step is the one of these that tells when the step ended: the next one each `clock_tick_s`, in a
+    circle. A reader who knows them knows how long a token was on its way."""
+    clock_tick_s: float = 0.001
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> "Script":
         """From `CoreLaunch.options`, which are strings."""
         fatal_token = options.get("fatal_token")
+        clock_tokens = options.get("clock_tokens")
         return cls(
             pace_s=float(options.get("pace_s", "0")),
             start_error=options.get("start_error"),
             fatal_token=None if fatal_token is None else int(fatal_token),
+            clock_tokens=tuple(map(int, clock_tokens.split(","))) if clock_tokens else (),
+            clock_tick_s=float(options.get("clock_tick_s", "0.001")),
         )
 
 
@@ -137,6 +144,8 @@ class ScriptedCore:
             sequence.num_generated += 1
             if sequence.num_generated == sequence.max_tokens:
                 ended.append(slot)
+        if self._script.clock_tokens:
+            tokens = array("i", [self._token_of_now()]) * len(tokens)
         slots = pack_int32(list(self._sequences))
         for slot in ended:
             del self._sequences[slot]
@@ -151,6 +160,10 @@ class ScriptedCore:
             self._set_output(b"", b"")
         output, self._output = self._output, None
         return output
+
+    def _token_of_now(self) -> int:
+        clock_tokens = self._script.clock_tokens
+        return clock_tokens[int(self._clock() / self._script.clock_tick_s) % len(clock_tokens)]
 
     def _set_output(self, slots: bytes, tokens: bytes) -> None:
         finished, self._finished = tuple(self._finished), []

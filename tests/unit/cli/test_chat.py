@@ -7,7 +7,8 @@ import pytest
 import trio
 import trio.testing
 
-from trioengine.cli.chat import Conversation, LineReader
+from trioengine.cli.chat import Conversation
+from trioengine.cli.line_reader import LineReader
 from trioengine.errors import RequestError
 from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
 from trioengine.types.params import RequestOutputKind, SamplingParams

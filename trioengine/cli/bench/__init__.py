@@ -1,0 +1,89 @@
+"""`trioengine bench`: what the front end, the engine or a server costs and delivers.
+
+Figures go to standard output, as a table or, with `--json`, as one JSON object.
+"""
+
+import argparse
+from typing import Protocol
+
+from trioengine.cli.bench.report import BenchReport
+from trioengine.cli.options import add_engine_options, engine_config_from, positive_int
+
+
+class Benchmark(Protocol):
+    """What each benchmark is: values that say what to do, and one way to do it."""
+
+    async def run(self) -> BenchReport:
+        """Measure."""
+        ...
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The benchmark, and its options."""
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    frontend = benchmarks.add_parser(
+        "frontend", help="everything but the model: a scripted core, ZeroMQ, detokenizing, delivery"
+    )
+    _add_counts(frontend, streams="streams at once", tokens="tokens of each stream")
+    frontend.add_argument("--mode", choices=("client", "http"), required=True, help="read in process, or over HTTP")
+    frontend.add_argument(
+        "--pace-ms", type=float, default=0.0, metavar="X", help="time between steps; 0 is as fast as they are taken"
+    )
+    serve = benchmarks.add_parser("serve", help="load an OpenAI-compatible server")
+    serve.add_argument("--base-url", required=True, metavar="URL", help="like http://127.0.0.1:8000")
+    _add_counts(serve, concurrency="requests at once")
+    offline = benchmarks.add_parser("offline", help="a batch without a server")
+    for load in (serve, offline):
+        _add_counts(load, num_prompts="requests", input_len="tokens of each prompt", output_len="tokens of each answer")
+        load.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts. Default: 0")
+    add_engine_options(offline)
+    for benchmark in (frontend, serve, offline):
+        benchmark.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print. Status 0, also where the figures do not count: they say so."""
+    import trio
+
+    report = trio.run(_benchmark(arguments).run)
+    print(report.to_json() if arguments.json else report.to_table())
+    return 0
+
+
+def _benchmark(arguments: argparse.Namespace) -> Benchmark:
+    """The benchmark that the command line asks for. Imported late: `--help` needs none of them."""
+    match arguments.benchmark:
+        case "frontend":
+            from trioengine.cli.bench.frontend import FrontendBench, Mode
+
+            return FrontendBench(
+                num_streams=arguments.streams,
+                num_tokens=arguments.tokens,
+                mode=Mode(arguments.mode),
+                pace_s=arguments.pace_ms / 1000,
+            )
+        case "serve":
+            from trioengine.cli.bench.served import ServedBench
+
+            return ServedBench(
+                base_url=arguments.base_url, concurrency=arguments.concurrency, **_load_values(arguments)
+            )
+        case _:
+            from trioengine.cli.bench.offline import OfflineBench
+
+            return OfflineBench(engine=engine_config_from(arguments), **_load_values(arguments))
+
+
+def _load_values(arguments: argparse.Namespace) -> dict[str, int]:
+    return {
+        "num_prompts": arguments.num_prompts,
+        "num_input_tokens": arguments.input_len,
+        "num_output_tokens": arguments.output_len,
+        "seed": arguments.seed,
+    }
+
+
+def _add_counts(parser: argparse.ArgumentParser, **counts: str) -> None:
+    for name, help_text in counts.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=positive_int, required=True, metavar="N", help=help_text)

@@ -1,0 +1,95 @@
+"""Reads the streams of `bench frontend` over HTTP: the server in this process, the reader in one of its own.
+
+The two speak in lines of JSON on the reader's standard input and output. `load_process` is the other end.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import attrs
+import trio
+
+from trioengine.cli.bench.frontend import PROMPT, STOP, ReadStreams
+from trioengine.cli.bench.load_process import Setup
+from trioengine.cli.bench.word_clock import WordClock
+from trioengine.client.interface import EngineClient
+from trioengine.errors import BenchError
+from trioengine.server.app import create_app
+from trioengine.server.serve import ServeConfig, serve
+
+LOAD_MODULE = "trioengine.cli.bench.load_process"
+MAX_READ_BYTES = 1 << 20
+
+
+@asynccontextmanager
+async def open_http_reader(engine: EngineClient, clock: WordClock) -> AsyncGenerator["HttpReader", None]:
+    """A server for this engine on a free port, and a process that reads from it, for the length of the block."""
+    shutdown = trio.Event()
+    async with trio.open_nursery() as nursery:
+        run_server = functools.partial(serve, create_app(engine), ServeConfig(port=0), shutdown=shutdown)
+        urls: list[str] = await nursery.start(run_server)
+        command = [sys.executable, "-P", "-m", LOAD_MODULE]
+        run_process = functools.partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process: trio.Process = await nursery.start(run_process)
+        reader = HttpReader(process)
+        setup = Setup(urls[0], engine.model_name, [*PROMPT], STOP, [*clock.texts])
+        await reader.ask(attrs.asdict(setup))
+        yield reader
+        shutdown.set()
+        # The end of its input is the end of the reader.
+        assert process.stdin is not None
+        await process.stdin.aclose()
+
+
+class HttpReader:
+    """The parent's end of a reader process."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self._process = process
+        self._waiting = b""
+
+    async def read(self, num_streams: int, num_tokens: int) -> ReadStreams:
+        """As `frontend.Reader` says."""
+        cpu_s = time.process_time()
+        done = await self.ask({"num_streams": num_streams, "num_tokens": num_tokens})
+        # Taken before the result, which is long, is parsed here.
+        cpu_s = time.process_time() - cpu_s
+        result = json.loads(await self._read_line())
+        return ReadStreams(result["num_outputs"], len(result["delays_s"]), result["delays_s"], done["wall_s"], cpu_s)
+
+    async def abort(self, num_streams: int) -> float:
+        """As `frontend.Reader` says."""
+        return (await self.ask({"num_aborted": num_streams}))["abort_s"]
+
+    async def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        """The reader's answer to a command.
+
+        Raises:
+            BenchError: it has ended, or a stream has failed.
+        """
+        assert self._process.stdin is not None
+        try:
+            await self._process.stdin.send_all(json.dumps(command).encode() + b"\n")
+        except trio.BrokenResourceError:
+            raise BenchError("The process that reads the streams has ended.") from None
+        answer: dict[str, Any] = json.loads(await self._read_line())
+        if "error" in answer:
+            raise BenchError(answer["error"])
+        return answer
+
+    async def _read_line(self) -> bytes:
+        assert self._process.stdout is not None
+        parts = [self._waiting]
+        while b"\n" not in parts[-1]:
+            part = bytes(await self._process.stdout.receive_some(MAX_READ_BYTES))
+            if not part:
+                raise BenchError("The process that reads the streams has ended.")
+            parts.append(part)
+        line, _, self._waiting = b"".join(parts).partition(b"\n")
+        return line

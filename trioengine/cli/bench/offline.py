@@ -1,0 +1,67 @@
+"""`bench offline`: batches without a server, from requests to outputs in one process and its core."""
+
+import random
+import time
+
+import attrs
+import trio
+
+from trioengine.cli.bench.report import BenchReport, StreamTimes, report_streams
+from trioengine.cli.progress import Progress
+from trioengine.client import open_engine
+from trioengine.client.interface import EngineClient
+from trioengine.config import EngineConfig
+from trioengine.types.params import RequestOutputKind, SamplingParams
+from trioengine.types.request import GenerateRequest
+
+
+@attrs.frozen(kw_only=True)
+class OfflineBench:
+    """A batch: so many requests with distinct random prompts, all at once."""
+
+    engine: EngineConfig
+    num_prompts: int
+    num_input_tokens: int
+    num_output_tokens: int
+    seed: int = 0
+
+    async def run(self) -> BenchReport:
+        """Open the engine, warm it up with one short request, run the batch and report."""
+        progress = Progress()
+        async with open_engine(self.engine, on_progress=progress) as engine:
+            progress.clear()
+            rng = random.Random(self.seed)
+            await _generate(engine, self._request(engine, rng, 16, 2), StreamTimes(sent_s=0.0))
+            requests = [
+                self._request(engine, rng, self.num_input_tokens, self.num_output_tokens)
+                for _ in range(self.num_prompts)
+            ]
+            times = [StreamTimes(sent_s=0.0) for _ in requests]
+            started_s = time.monotonic()
+            async with trio.open_nursery() as nursery:
+                for request, its_times in zip(requests, times, strict=True):
+                    nursery.start_soon(_generate, engine, request, its_times)
+            return report_streams(times, time.monotonic() - started_s)
+
+    def _request(
+        self, engine: EngineClient, rng: random.Random, num_input_tokens: int, num_output_tokens: int
+    ) -> GenerateRequest:
+        special = engine.tokenizer.special_token_ids
+        ordinary = [token for token in range(engine.tokenizer.vocab_size) if token not in special]
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_output_tokens,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        return GenerateRequest(rng.choices(ordinary, k=num_input_tokens), sampling)
+
+
+async def _generate(engine: EngineClient, request: GenerateRequest, times: StreamTimes) -> None:
+    times.sent_s = time.monotonic()
+    async with engine.generate(request) as outputs:
+        times.num_prompt_tokens = outputs.num_prompt_tokens
+        async for output in outputs:
+            if output.outputs[0].token_ids:
+                times.outputs_s.append(time.monotonic())
+            times.num_output_tokens = output.num_generated_tokens
