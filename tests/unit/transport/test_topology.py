@@ -1,0 +1,228 @@
+"""Front end's ROUTER and core's DEALER over real sockets: strangers, peers that vanish, many engines, no leaks."""
+
+import os
+import random
+import socket as plain_socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import trio
+import zmq
+
+from trioengine.errors import PeerUnreachableError
+from trioengine.transport import address
+from trioengine.transport.address import Endpoint, create_endpoint
+from trioengine.transport.topology import (
+    MAX_MESSAGE_BYTES,
+    BoundRouter,
+    bind_router,
+    connect_dealer,
+    core_identity,
+    core_rank,
+)
+from trioengine.transport.zmq_blocking import BlockingSocket, poll
+
+TIMEOUT_S = 20
+
+
+def make_endpoint(transport: str) -> Endpoint:
+    if transport == "ipc":
+        return create_endpoint({})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(address, "_create_private_directory", lambda base: None)
+        return create_endpoint({})
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def router(request: pytest.FixtureRequest) -> Iterator[BoundRouter]:
+    with make_endpoint(request.param) as endpoint:
+        router = bind_router(endpoint)
+        yield router
+        router.socket.close()
+
+
+@pytest.fixture
+def core(router: BoundRouter) -> Iterator[BlockingSocket]:
+    core = connect_dealer(router.endpoint.for_core(), 0)
+    yield core
+    core.close()
+
+
+async def assert_works(router: BoundRouter, core: BlockingSocket) -> None:
+    """The front end and the core still talk; what strangers said in between is skipped."""
+    assert core.try_send([b"are you there"])
+    while await router.socket.receive() != [core_identity(0), b"are you there"]:
+        pass
+    router.socket.send_nowait([core_identity(0), b"yes"])
+    assert poll([core], timeout_s=TIMEOUT_S)
+    assert core.drain() == [[b"yes"]]
+
+
+def connect_plainly(endpoint: Endpoint) -> plain_socket.socket:
+    if endpoint.directory is not None:
+        stranger = plain_socket.socket(plain_socket.AF_UNIX)
+        stranger.connect(endpoint.address.removeprefix("ipc://"))
+    else:
+        stranger = plain_socket.create_connection(("127.0.0.1", int(endpoint.address.rpartition(":")[2])))
+    return stranger
+
+
+GREETING_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\x00" + bytes(31)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+GARBAGE = {
+    "nothing": b"",
+    "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "zeros": bytes(1000),
+    "ones": b"\xff" * 1000,
+    "half a greeting": GREETING_NULL[:20],
+    "a greeting and noise": GREETING_NULL + random.Random(1).randbytes(1000),
+    "an endless frame": GREETING_NULL + READY + b"\x02" + (2**62).to_bytes(8, "big") + b"x" * 1000,
+    "a frame over the limit": GREETING_NULL + READY + b"\x02" + (MAX_MESSAGE_BYTES + 1).to_bytes(8, "big") + b"x",
+    "a message without end": GREETING_NULL + READY + b"\x01\x01x" * 100,
+    "noise": random.Random(2).randbytes(5000),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+async def test_a_stranger_with_a_raw_socket_disturbs_nobody(
+    router: BoundRouter, core: BlockingSocket, garbage: bytes
+) -> None:
+    with trio.fail_after(TIMEOUT_S):
+        await assert_works(router, core)
+        with connect_plainly(router.endpoint) as stranger:
+            stranger.sendall(garbage)
+            await assert_works(router, core)
+        await assert_works(router, core)
+
+
+async def test_a_strangers_dealer_is_a_stranger(router: BoundRouter, core: BlockingSocket) -> None:
+    """On ipc its message arrives under an identity that is no core's; over TCP, without the key, it does not arrive."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.set(zmq.LINGER, 0)
+        with trio.fail_after(TIMEOUT_S):
+            await assert_works(router, core)
+            stranger.connect(router.endpoint.address)
+            stranger.send_multipart([b"\x00" * 10, b"garbage"])
+            if router.endpoint.curve is None:
+                identity, *rest = await router.socket.receive()
+                assert rest == [b"\x00" * 10, b"garbage"]
+                assert core_rank(identity) is None
+            else:
+                for _ in range(20):
+                    await assert_works(router, core)
+                    assert not stranger.poll(0)
+            await assert_works(router, core)
+
+
+async def test_a_second_core_of_the_same_rank_does_not_take_the_firsts_place(
+    router: BoundRouter, core: BlockingSocket
+) -> None:
+    with trio.fail_after(TIMEOUT_S):
+        await assert_works(router, core)
+        impostor = connect_dealer(router.endpoint.for_core(), 0)
+        other = connect_dealer(router.endpoint.for_core(), 1)
+        assert impostor.try_send([b"impostor"])
+        assert other.try_send([b"other"])
+        assert await router.socket.receive() == [core_identity(1), b"other"]
+        await assert_works(router, core)
+        assert impostor.drain() == []
+        impostor.close()
+        other.close()
+
+
+async def test_a_vanished_core_is_unreachable_and_the_others_go_on(router: BoundRouter, core: BlockingSocket) -> None:
+    async def send_until_unreachable(rank: int) -> None:
+        while True:
+            await router.socket.send([core_identity(rank), b"abort"])
+
+    with trio.fail_after(TIMEOUT_S):
+        for rank in range(1, 6):
+            vanishing = connect_dealer(router.endpoint.for_core(), rank)
+            assert vanishing.try_send([b"hello"])
+            assert (await router.socket.receive())[0] == core_identity(rank)
+            vanishing.close()
+            with pytest.raises(PeerUnreachableError):
+                await send_until_unreachable(rank)
+            await assert_works(router, core)
+
+
+def test_a_vanished_front_end_never_blocks_the_core() -> None:
+    with make_endpoint("ipc") as endpoint:
+        router = bind_router(endpoint)
+        core = connect_dealer(endpoint, 0)
+        router.socket.close()
+        num_sent = 0
+        while core.try_send([bytes(1000)]):
+            num_sent += 1
+        assert num_sent < 1000
+        assert core.drain() == []
+        assert not poll([core], full=[core], timeout_s=0.01)
+        core.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+async def test_32_engines_at_the_same_moment_do_not_clash(transport: str) -> None:
+    """Case 14: every one has an address of its own and hears its own core only."""
+    routers = [bind_router(make_endpoint(transport)) for _ in range(32)]
+    assert len({router.endpoint.address for router in routers}) == 32
+    cores = [connect_dealer(router.endpoint.for_core(), 0) for router in routers]
+    with trio.fail_after(TIMEOUT_S):
+        for index, core in enumerate(cores):
+            assert core.try_send([b"%d" % index])
+        for index, router in enumerate(routers):
+            assert await router.socket.receive() == [core_identity(0), b"%d" % index]
+    for router, core in zip(routers, cores, strict=True):
+        core.close()
+        router.socket.close()
+        router.endpoint.remove()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+async def test_opening_and_closing_50_times_leaks_no_descriptor_no_thread_and_no_file(transport: str) -> None:
+    num_descriptors = num_threads = -1
+    directories: list[str] = []
+    with trio.fail_after(TIMEOUT_S):
+        for round_number in range(51):
+            with make_endpoint(transport) as endpoint:
+                directories.append(endpoint.directory or "/nonexistent")
+                router = bind_router(endpoint)
+                core = connect_dealer(router.endpoint.for_core(), 0)
+                await assert_works(router, core)
+                core.close()
+                with trio.move_on_after(0):
+                    await router.socket.receive()
+                router.socket.close()
+            if round_number == 0:  # what trio and ZeroMQ keep for good is there from now on
+                num_descriptors, num_threads = count_descriptors(), count_threads()
+    assert count_descriptors() == num_descriptors
+    assert count_threads() == num_threads
+    assert not any(map(os.path.exists, directories))
+
+
+def count_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else threading.active_count()
+
+
+def test_an_address_that_cannot_be_bound_is_an_error_that_leaves_nothing() -> None:
+    num_threads = count_threads()
+    with pytest.raises(zmq.ZMQError):
+        bind_router(Endpoint("ipc:///nonexistent/directory/zmq"))
+    with pytest.raises(zmq.ZMQError):
+        connect_dealer(Endpoint("no address"), 0)
+    assert count_threads() == num_threads
+
+
+@pytest.mark.parametrize("rank", [0, 1, 255, 2**32 - 1])
+def test_identities_are_ranks_and_back(rank: int) -> None:
+    assert core_rank(core_identity(rank)) == rank
+    assert not core_identity(rank).startswith(b"\0")  # ZeroMQ keeps those for itself
+
+
+@pytest.mark.parametrize("identity", [b"", b"\x00abcd", b"\x01abc", b"\x01abcde", b"x"])
+def test_other_identities_are_no_rank(identity: bytes) -> None:
+    assert core_rank(identity) is None
