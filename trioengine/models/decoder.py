@@ -82,7 +82,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self._config = config
-        self._weights = weights
+        self.weights = weights
         self._scale = config.head_dim**-0.5
 
     def forward(self, batch: DecoderInput, kv_cache: Sequence[LayerKVCache]) -> Tensor:
@@ -95,7 +95,7 @@ class Decoder:
         Returns:
             [num_logit_rows, vocab_size], float32.
         """
-        config, weights = self._config, self._weights
+        config, weights = self._config, self.weights
         epsilon = config.rms_norm_epsilon
         angles = batch.positions.unsqueeze(1) * weights.inverse_frequencies
         cos, sin = angles.cos(), angles.sin()

@@ -37,17 +37,6 @@ class LoadedModel:
     decoder: Decoder
 
 
-def read_config(location: ModelLocation) -> ModelConfig:
-    """Read a model's facts, without its weights.
-
-    Raises:
-        CheckpointError: as `config_from_gguf` and `config_from_folder` say.
-    """
-    if location.kind is ModelKind.GGUF:
-        return config_from_gguf(open_gguf(location.path))
-    return config_from_folder(location.path)
-
-
 def load_model(location: ModelLocation, report: ReportFraction | None = None) -> LoadedModel:
     """Read a model whole.
 

@@ -1,0 +1,209 @@
+"""Steps on a real, tiny model: right tokens, sampling rules, and failures that stay with their sequence."""
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trioengine.core.executor import NO_TOKEN, NewSequence, ScheduledSequence, StepPlan, StepResult  # noqa: E402
+from trioengine.models.decoder import Decoder  # noqa: E402
+from trioengine.models.loader import LoadedModel  # noqa: E402
+from trioengine.testing.tiny_model import tiny_model  # noqa: E402
+from trioengine.types.params import SamplingParams  # noqa: E402
+from trioengine.worker.kv_cache import allocate_kv_cache, kv_bytes_per_token  # noqa: E402
+from trioengine.worker.model_runner import ModelRunner  # noqa: E402
+
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0)
+RANDOM = SamplingParams(temperature=1.0, seed=1)
+MODEL = tiny_model()
+
+
+def make_runner(model: LoadedModel = MODEL, num_blocks: int = 400) -> ModelRunner:
+    return ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+
+
+class Session:
+    """Schedules all sequences whole in every step, each in its own blocks."""
+
+    def __init__(self, model: LoadedModel = MODEL) -> None:
+        self.runner = make_runner(model)
+        self.step = 0
+        self.computed: dict[int, int] = {}
+        self.known: dict[int, int] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.new: list[NewSequence] = []
+
+    def add(self, sequence_id: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **fields) -> None:
+        fields = {"num_prompt_tokens": len(prompt), "seed": sequence_id} | fields
+        self.new.append(NewSequence(sequence_id, prompt, sampling=sampling, **fields))
+        self.computed[sequence_id] = 0
+        self.known[sequence_id] = len(prompt)
+        self.tokens[sequence_id] = []
+
+    def run(self, num_steps: int = 1) -> StepResult:
+        for _ in range(num_steps):
+            scheduled = []
+            for sequence_id, known in self.known.items():
+                computed = self.computed[sequence_id]
+                num_held, num_needed = -(-computed // BLOCK_SIZE), -(-known // BLOCK_SIZE)
+                blocks = [sequence_id * 10 + number for number in range(num_held, num_needed)]
+                scheduled.append(ScheduledSequence(sequence_id, computed, known - computed, blocks))
+            result = self.runner.run(StepPlan(self.step, scheduled, self.new))
+            assert result.step == self.step
+            self.step, self.new = self.step + 1, []
+            for work, token in zip(scheduled, result.tokens, strict=True):
+                if token != NO_TOKEN:
+                    self.computed[work.sequence_id] = self.known[work.sequence_id]
+                    self.known[work.sequence_id] += 1
+                    self.tokens[work.sequence_id].append(token)
+        return result
+
+
+def generate(prompt: Sequence[int], num_tokens: int, sampling: SamplingParams = GREEDY, **fields) -> list[int]:
+    session = Session()
+    session.add(0, prompt, sampling, **fields)
+    session.run(num_tokens)
+    return session.tokens[0]
+
+
+def prompt_of(length: int, start: int = 0) -> list[int]:
+    return [(start * 17 + place * 29 + place * place * 5 + 3) % MODEL.config.vocab_size for place in range(length)]
+
+
+def test_greedy_tokens_are_the_largest_logits_of_the_whole_text() -> None:
+    """Each token equals what a first step over everything before it gives."""
+    prompt = prompt_of(9)
+    tokens = generate(prompt, 8)
+    for i, token in enumerate(tokens):
+        assert generate(prompt + tokens[:i], 1) == [token]
+
+
+def test_thirty_two_sequences_give_the_tokens_that_each_gives_alone() -> None:
+    session = Session()
+    prompts = {i: prompt_of(1 + (i * 7) % 23, start=i) for i in range(32)}
+    for i, prompt in prompts.items():
+        session.add(i, prompt, RANDOM if i % 2 else GREEDY)
+    session.run(10)
+    for i, prompt in prompts.items():
+        assert session.tokens[i] == generate(prompt, 10, RANDOM if i % 2 else GREEDY, seed=i)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "fields", "what"),
+    [
+        ([1, MODEL.config.vocab_size], GREEDY, {}, "prompt"),
+        ([1, -1], GREEDY, {}, "prompt"),
+        ([1, 2**70], GREEDY, {}, "prompt"),
+        ([1, 2], GREEDY, {"end_token_ids": (5, 9999)}, "stop_token_ids"),
+        ([1, 2], SamplingParams(logit_bias={3: 1.0, 9999: 2.0}), {}, "logit_bias"),
+    ],
+)
+def test_a_token_out_of_the_vocabulary_fails_its_sequence_only(prompt, sampling, fields, what) -> None:
+    """(vllm 16529) The neighbours' tokens are those that they would have been."""
+    session = Session()
+    session.add(0, prompt_of(5))
+    session.add(1, prompt, sampling, **fields)
+    session.add(2, prompt_of(6, start=2))
+    result = session.run()
+    assert [failure.sequence_id for failure in result.failures] == [1]
+    assert what in result.failures[0].message
+    assert result.tokens[1] == NO_TOKEN
+    session.run(3)
+    assert session.tokens[0] == generate(prompt_of(5), 4)
+    assert session.tokens[2] == generate(prompt_of(6, start=2), 4)
+
+
+def test_a_step_of_failures_only_is_a_step() -> None:
+    session = Session()
+    session.add(0, [999])
+    result = session.run()
+    assert [failure.sequence_id for failure in result.failures] == [0]
+    assert result.tokens == [NO_TOKEN]
+
+
+def test_logits_that_are_no_numbers_fail_their_sequence_and_leave_nothing_behind() -> None:
+    """Not even in the blocks, when another sequence gets them and fills them in part."""
+    weights = MODEL.decoder.weights
+    embedding = weights.embedding.clone()
+    embedding[7] = math.nan
+    broken = LoadedModel(MODEL.config, Decoder(MODEL.config, attrs.evolve(weights, embedding=embedding)))
+    for sampling in (GREEDY, RANDOM, SamplingParams(top_k=5), SamplingParams(top_p=0.5, min_p=0.1)):
+        runner = make_runner(broken)
+        new = [
+            NewSequence(0, [7] * 9, 9, sampling, seed=0),
+            NewSequence(1, prompt_of(9), 9, GREEDY, seed=0),
+        ]
+        result = runner.run(
+            StepPlan(0, [ScheduledSequence(0, 0, 9, [0, 1, 2]), ScheduledSequence(1, 0, 9, [3, 4, 5])], new)
+        )
+        assert [failure.sequence_id for failure in result.failures] == [0]
+        expected = generate(prompt_of(9), 2)
+        assert result.tokens == [NO_TOKEN, expected[0]]
+        second = prompt_of(2, start=5)
+        result = runner.run(
+            StepPlan(
+                1,
+                [ScheduledSequence(1, 9, 1), ScheduledSequence(2, 0, 2, [2])],
+                [NewSequence(2, second, 2, GREEDY, seed=0)],
+                removed=[0],
+            )
+        )
+        assert result.tokens[0] == expected[1]
+        result = runner.run(StepPlan(2, [ScheduledSequence(1, 10, 1), ScheduledSequence(2, 2, 1)]))
+        assert not result.failures
+        assert result.tokens[1] == generate(second, 2)[1]
+
+
+def test_logit_bias_moves_the_choice() -> None:
+    assert generate(prompt_of(4), 3, SamplingParams(temperature=0, logit_bias={42: 100.0})) == [42] * 3
+    banned = generate(prompt_of(4), 1)[0]
+    assert generate(prompt_of(4), 1, SamplingParams(temperature=0, logit_bias={banned: -100.0})) != [banned]
+
+
+def test_rules_of_one_sequence_do_not_touch_its_neighbours() -> None:
+    session = Session()
+    session.add(0, prompt_of(5))
+    session.add(1, prompt_of(5), SamplingParams(temperature=0, logit_bias={42: 100.0}, repetition_penalty=2.0))
+    session.run(3)
+    assert session.tokens == {0: generate(prompt_of(5), 3), 1: [42, 42, 42]}
+
+
+def test_penalties_count_what_was_generated() -> None:
+    """A token that a bias forces is dropped once the frequency penalty outweighs the bias."""
+    forced = SamplingParams(temperature=0, logit_bias={42: 100.0}, frequency_penalty=2.0)
+    tokens = generate(prompt_of(4), 80, forced)
+    assert tokens[:30] == [42] * 30
+    assert tokens[30:] != [42] * 50
+    # Tokens that came before a preemption count on.
+    again = generate(prompt_of(4) + tokens[:60], 20, forced, num_prompt_tokens=4)
+    assert again == tokens[60:]
+
+
+def test_presence_and_repetition_penalties_forbid_repeats_when_strong() -> None:
+    strong = SamplingParams(temperature=0, repetition_penalty=100.0, presence_penalty=2.0)
+    tokens = generate(prompt_of(6), 30, strong)
+    assert len({*tokens}) == 30
+
+
+def test_top_p_zero_is_greedy() -> None:
+    assert generate(prompt_of(5), 4, SamplingParams(top_p=0.0)) == generate(prompt_of(5), 4)
+
+
+def test_top_k_minus_one_and_zero_are_off() -> None:
+    draws = [generate(prompt_of(5), 12, SamplingParams(temperature=2.0, top_k=k), seed=9) for k in (-1, 0, 211)]
+    assert draws[0] == draws[1] == draws[2]
+
+
+def test_seeds_of_64_bits_differ() -> None:
+    draws = {tuple(generate(prompt_of(5), 8, RANDOM, seed=seed)) for seed in (0, 1, 2**32, 2**63, 2**64 - 1)}
+    assert len(draws) == 5
+
+
+def test_the_size_per_token_is_what_the_cache_takes() -> None:
+    cache = allocate_kv_cache(MODEL.config, num_blocks=6, block_size=BLOCK_SIZE)
+    num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
+    assert num_bytes == 6 * BLOCK_SIZE * kv_bytes_per_token(MODEL.config)

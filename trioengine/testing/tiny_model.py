@@ -1,0 +1,122 @@
+# pyright: basic
+"""A Llama with random weights, small enough to compute in a test, and a writer of GGUF files."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trioengine.models.config import Architecture, ModelConfig
+from trioengine.models.decoder import Decoder, DecoderWeights, LayerWeights
+from trioengine.models.loader import LoadedModel
+from trioengine.models.rope import inverse_frequencies
+
+
+def tiny_model(*, vocab_size: int = 211, max_position_embeddings: int = 512, seed: int = 0) -> LoadedModel:
+    """A model of two layers with grouped heads. The same arguments give the same weights."""
+    config = ModelConfig(
+        architecture=Architecture.LLAMA,
+        vocab_size=vocab_size,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_epsilon=1e-5,
+        has_tied_embeddings=False,
+        eos_token_ids=(1,),
+    )
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        # Large enough that the best token wins clearly, so that rounding cannot change a greedy answer.
+        return torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
+
+    def norm() -> Tensor:
+        return 1 + torch.randn(config.hidden_size, generator=generator) / 4
+
+    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layers = [
+        LayerWeights(
+            attention_norm=norm(),
+            qkv=matrix(query_rows + 2 * kv_rows, config.hidden_size),
+            qkv_bias=None,
+            output=matrix(config.hidden_size, query_rows),
+            output_bias=None,
+            mlp_norm=norm(),
+            gate_up=matrix(2 * config.intermediate_size, config.hidden_size),
+            down=matrix(config.hidden_size, config.intermediate_size),
+        )
+        for _ in range(config.num_layers)
+    ]
+    weights = DecoderWeights(
+        embedding=matrix(vocab_size, config.hidden_size),
+        layers=layers,
+        final_norm=norm(),
+        head=matrix(vocab_size, config.hidden_size),
+        inverse_frequencies=inverse_frequencies(config),
+    )
+    return LoadedModel(config, Decoder(config, weights))
+
+
+def write_gguf(path: Path, model: LoadedModel) -> None:
+    """Write a model, float32 and without a tokenizer, as llama.cpp's converter does. Needs the `gguf` package."""
+    import gguf
+
+    config, weights = model.config, model.decoder.weights
+    is_qwen2 = config.architecture is Architecture.QWEN2
+    writer = gguf.GGUFWriter(path, "qwen2" if is_qwen2 else "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_epsilon)
+    for token_id in config.eos_token_ids[:1]:
+        writer.add_eos_token_id(token_id)
+
+    def add(name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            writer.add_tensor(name, tensor.contiguous().numpy())
+
+    def add_qkv(layer: str, kind: str, stacked: Tensor | None) -> None:
+        if stacked is None:
+            return
+        query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query, key, value = stacked.split([query_rows, kv_rows, kv_rows])
+        if not is_qwen2:
+            query, key = _interleave(query, config.num_heads), _interleave(key, config.num_kv_heads)
+        for name, tensor in (("q", query), ("k", key), ("v", value)):
+            add(f"{layer}.attn_{name}.{kind}", tensor)
+
+    add("token_embd.weight", weights.embedding)
+    add("output_norm.weight", weights.final_norm)
+    if not config.has_tied_embeddings:
+        add("output.weight", weights.head)
+    for i, layer in enumerate(weights.layers):
+        name = f"blk.{i}"
+        gate, up = layer.gate_up.chunk(2)
+        add(f"{name}.attn_norm.weight", layer.attention_norm)
+        add_qkv(name, "weight", layer.qkv)
+        add_qkv(name, "bias", layer.qkv_bias)
+        add(f"{name}.attn_output.weight", layer.output)
+        add(f"{name}.attn_output.bias", layer.output_bias)
+        add(f"{name}.ffn_norm.weight", layer.mlp_norm)
+        add(f"{name}.ffn_gate.weight", gate)
+        add(f"{name}.ffn_up.weight", up)
+        add(f"{name}.ffn_down.weight", layer.down)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleave(rows: Tensor, num_heads: int) -> Tensor:
+    """The order in which llama.cpp rotates: neighbours instead of halves."""
+    return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
