@@ -1,0 +1,204 @@
+"""The server process as a user meets it: started, disturbed, stopped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from trioengine.testing.raw_http import open_raw_http, request_bytes
+from trioengine.testing.served_process import ServedProcess, served_process, trioengine_command
+
+LONG_ANSWER = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+def chat_body(**fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "Hello"}], **fields}).encode()
+
+
+def post_request(path: str, body: dict[str, object]) -> bytes:
+    data = json.dumps(body).encode()
+    return request_bytes("POST", path, headers=[("content-type", "application/json")], body=data)
+
+
+def get(url: str) -> tuple[int, dict[str, int]]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def until(condition: Callable[[], object], *, seconds: float) -> None:
+    """Wait for a condition of another process, which sends no event, looking often."""
+    with trio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.02)
+
+
+async def test_200_clients_that_vanish_leave_nothing(server: ServedProcess) -> None:
+    """They disconnect before, while or after their answer streams, half of them with a reset."""
+    rng = random.Random(7)
+    total = get(f"{server.url}/load")[1]["total_blocks"]
+
+    async def visit() -> None:
+        path = rng.choice(["/v1/completions", "/v1/completions", "/v1/chat/completions"])
+        body: dict[str, object] = {**LONG_ANSWER, "stream": rng.random() < 0.7}
+        if path.startswith("/v1/chat"):
+            body = {**body, "messages": [{"role": "user", "content": "Tell me a story"}]}
+            del body["prompt"]
+        async with open_raw_http(server.url) as client:
+            await client.send(post_request(path, body))
+            with trio.move_on_after(rng.random() * 2):
+                await client.read_head()
+                await client.read_chunk()
+            if rng.random() < 0.5:
+                client.reset()
+
+    with trio.fail_after(120):
+        for _ in range(5):
+            async with trio.open_nursery() as nursery:
+                for _ in range(40):
+                    nursery.start_soon(visit)
+
+    def is_idle() -> bool:
+        load = get(f"{server.url}/load")[1]
+        return load["running"] == load["waiting"] == 0 and load["free_blocks"] == total
+
+    await until(is_idle, seconds=2)
+    assert is_idle()
+
+
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_an_idle_server_and_its_core(stop_signal: signal.Signals) -> None:
+    with served_process() as served:
+        core_pids = served.core_pids()
+        assert served.stop(stop_signal) == 0
+
+    assert core_pids
+    assert not [pid for pid in core_pids if is_running(pid)]
+
+
+async def test_a_signal_drains_and_a_second_one_stops_now() -> None:
+    """The stream that runs goes on after the first signal; the second ends it."""
+    with served_process() as served:
+        core_pids = served.core_pids()
+        async with open_raw_http(served.url) as client:
+            with trio.fail_after(60):
+                await client.send(post_request("/v1/completions", LONG_ANSWER))
+                assert (await client.read_head()).status == 200
+                await client.read_chunk()
+                served.process.send_signal(signal.SIGINT)
+                await until(lambda: "second signal" in served.log_text(), seconds=10)
+                assert await client.read_chunk()
+                assert served.process.poll() is None
+                served.process.send_signal(signal.SIGINT)
+                await until(lambda: served.process.poll() is not None, seconds=10)
+        assert not [pid for pid in core_pids if is_running(pid)]
+
+
+async def test_a_killed_core_is_an_unhealthy_server_whose_streams_end_with_an_error() -> None:
+    """(vllm 19881) Health fails at once, the waiting stream gets an error event, the server ends with status 1."""
+    with served_process() as served:
+        async with open_raw_http(served.url) as client:
+            with trio.fail_after(60):
+                await client.send(post_request("/v1/completions", LONG_ANSWER))
+                await client.read_head()
+                await client.read_chunk()
+                os.kill(served.core_pids()[0], signal.SIGKILL)
+                rest = await client.read_to_end()
+                await until(lambda: served.process.poll() is not None, seconds=20)
+        assert b'data: {"error"' in rest
+        assert b"[DONE]" not in rest
+        assert served.process.returncode == 1
+
+
+async def test_a_killed_server_leaves_no_core() -> None:
+    """(vllm 55510) The core finds out by itself, also in the middle of a step."""
+    with served_process() as served:
+        core_pids = served.core_pids()
+        async with open_raw_http(served.url) as client:
+            with trio.fail_after(30):
+                await client.send(post_request("/v1/completions", LONG_ANSWER))
+                await client.read_head()
+            served.process.kill()
+            await until(lambda: not [pid for pid in core_pids if is_running(pid)], seconds=5)
+
+    assert core_pids
+    assert not [pid for pid in core_pids if is_running(pid)]
+
+
+def test_a_model_that_cannot_be_loaded_is_one_message_and_no_process(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\xff" * 100)
+    done = subprocess.run(
+        [*trioengine_command(), "serve", str(broken), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert "broken.gguf" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [process for process in psutil.process_iter(["cmdline"]) if str(broken) in str(process.info["cmdline"])]
+
+
+def test_a_taken_port_is_one_message(server: ServedProcess) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    done = subprocess.run(
+        [*trioengine_command(), "serve", "--port", port], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 1
+    assert f"port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_bodies_leave_the_server_alive(server: ServedProcess) -> None:
+    """(OpenViking 4238) Each is a 400 with an error object, and the next request is served."""
+    bodies = [
+        b"",
+        b"{",
+        b"[]",
+        b'{"messages": "\\ud800"}',
+        chat_body(stream="false"),
+        json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "a\u0000b"}]}).encode(),
+        chat_body(stream=True, n=0),
+        chat_body(temperature=float("nan")),
+    ]
+    for body in bodies:
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions", data=body, headers={"content-type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        with caught.value as answer:
+            assert answer.code == 400, body
+            error = json.load(answer)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+    assert get(f"{server.url}/health")[0] == 200
+
+
+def test_start_is_reported_and_health_answers_after_it() -> None:
+    started = time.monotonic()
+    with served_process() as served:
+        assert get(f"{served.url}/health")[0] == 200
+        assert time.monotonic() - started < 60  # A bound for a hang, not a measurement.
+        assert get(f"{served.url}/version")[1]
