@@ -1,0 +1,241 @@
+"""Weights from GGUF and safetensors: the same numbers in the same places, and every wrong tensor named."""
+
+import json
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import gguf  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from trioengine.checkpoint.gguf import GGMLType, GGUFFile, GGUFTensor  # noqa: E402
+from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
+from trioengine.errors import CheckpointError  # noqa: E402
+from trioengine.models import loader  # noqa: E402
+from trioengine.models.config import Architecture, Llama3RopeScaling  # noqa: E402
+from trioengine.models.decoder import Decoder, DecoderWeights  # noqa: E402
+from trioengine.models.loader import LoadedModel, load_model  # noqa: E402
+from trioengine.models.rope import inverse_frequencies  # noqa: E402
+from trioengine.testing.tiny_model import tiny_model, write_gguf  # noqa: E402
+
+
+def assert_same_weights(found: DecoderWeights, expected: DecoderWeights) -> None:
+    for name in ("embedding", "final_norm", "head", "inverse_frequencies"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert len(found.layers) == len(expected.layers)
+    for layer, expected_layer in zip(found.layers, expected.layers, strict=True):
+        for field in attrs.fields(type(layer)):
+            tensor, expected_tensor = getattr(layer, field.name), getattr(expected_layer, field.name)
+            assert (tensor is None) == (expected_tensor is None), field.name
+            assert tensor is None or torch.equal(tensor, expected_tensor), field.name
+
+
+def with_biases(model: LoadedModel, architecture: Architecture, *, has_output_bias: bool) -> LoadedModel:
+    config = attrs.evolve(model.config, architecture=architecture, has_qkv_bias=True, has_output_bias=has_output_bias)
+    layers = [
+        attrs.evolve(
+            layer,
+            qkv_bias=torch.randn(len(layer.qkv)),
+            output_bias=torch.randn(config.hidden_size) if has_output_bias else None,
+        )
+        for layer in model.decoder.weights.layers
+    ]
+    return LoadedModel(config, Decoder(config, attrs.evolve(model.decoder.weights, layers=layers)))
+
+
+def tied(model: LoadedModel) -> LoadedModel:
+    config, weights = attrs.evolve(model.config, has_tied_embeddings=True), model.decoder.weights
+    return LoadedModel(config, Decoder(config, attrs.evolve(weights, head=weights.embedding)))
+
+
+def folder_tensors(model: LoadedModel) -> dict[str, torch.Tensor]:
+    """As transformers names and arranges them."""
+    config, weights = model.config, model.decoder.weights
+    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
+    if not config.has_tied_embeddings:
+        tensors["lm_head.weight"] = weights.head
+    for i, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{i}"
+        query, key, value = layer.qkv.split([query_rows, kv_rows, kv_rows])
+        gate, up = layer.gate_up.chunk(2)
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": layer.attention_norm,
+            f"{prefix}.self_attn.q_proj.weight": query,
+            f"{prefix}.self_attn.k_proj.weight": key,
+            f"{prefix}.self_attn.v_proj.weight": value,
+            f"{prefix}.self_attn.o_proj.weight": layer.output,
+            f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm,
+            f"{prefix}.mlp.gate_proj.weight": gate,
+            f"{prefix}.mlp.up_proj.weight": up,
+            f"{prefix}.mlp.down_proj.weight": layer.down,
+        }
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def write_folder(folder: Path, model: LoadedModel, tensors: dict[str, torch.Tensor]) -> ModelLocation:
+    config = model.config
+    facts = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_epsilon,
+        "tie_word_embeddings": config.has_tied_embeddings,
+        "eos_token_id": list(config.eos_token_ids),
+    }
+    (folder / "config.json").write_text(json.dumps(facts))
+    save_file(tensors, folder / "model.safetensors")
+    return ModelLocation(ModelKind.FOLDER, folder, "tiny")
+
+
+MODELS = {
+    "llama": tiny_model,
+    "llama tied": lambda: tied(tiny_model()),
+    "llama biased": lambda: with_biases(tiny_model(), Architecture.LLAMA, has_output_bias=True),
+    "qwen2": lambda: with_biases(tiny_model(), Architecture.QWEN2, has_output_bias=False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file_gives_back_what_was_written(tmp_path: Path, name: str) -> None:
+    """The order of the rows of query and key, which GGUF files of Llamas change, included."""
+    model = MODELS[name]()
+    write_gguf(tmp_path / "tiny.gguf", model)
+    loaded = load_model(ModelLocation(ModelKind.GGUF, tmp_path / "tiny.gguf", "tiny"))
+    assert loaded.config == attrs.evolve(model.config, rms_norm_epsilon=loaded.config.rms_norm_epsilon)
+    assert loaded.config.rms_norm_epsilon == pytest.approx(model.config.rms_norm_epsilon)
+    assert_same_weights(loaded.decoder.weights, model.decoder.weights)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied"])
+def test_a_folder_gives_back_what_was_written(tmp_path: Path, name: str) -> None:
+    model = MODELS[name]()
+    loaded = load_model(write_folder(tmp_path, model, folder_tensors(model)))
+    assert loaded.config == model.config
+    assert_same_weights(loaded.decoder.weights, model.decoder.weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_widened_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny_model()
+    tensors = {name: tensor.to(dtype) for name, tensor in folder_tensors(model).items()}
+    weights = load_model(write_folder(tmp_path, model, tensors)).decoder.weights
+    assert weights.embedding.dtype is torch.float32
+    assert torch.equal(weights.embedding, model.decoder.weights.embedding.to(dtype).float())
+    assert torch.equal(weights.layers[1].qkv, model.decoder.weights.layers[1].qkv.to(dtype).float())
+
+
+def test_rope_factors_of_a_gguf_file_are_llama3s_scaling() -> None:
+    """The converter's factors, by its own formula, give the frequencies that the configuration's numbers give."""
+    scaling = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+    config = attrs.evolve(tiny_model().config, head_dim=16, rope_theta=500.0)
+    plain = inverse_frequencies(config)
+    factors = []
+    for frequency in plain.double().tolist():
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 64 / 4.0:
+            factors.append(1.0)
+        elif wavelength > 64 / 1.0:
+            factors.append(8.0)
+        else:
+            smooth = (64 / wavelength - 1.0) / (4.0 - 1.0)
+            factors.append(1 / ((1 - smooth) / 8.0 + smooth))
+    assert 1.0 in factors
+    assert 8.0 in factors
+    assert len(set(factors)) > 2
+    expected = inverse_frequencies(attrs.evolve(config, rope_scaling=scaling))
+    assert torch.allclose(plain / torch.tensor(factors), expected, rtol=1e-6)
+
+
+def changed_gguf(tmp_path: Path, change) -> GGUFFile:
+    write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    file = loader.open_gguf(tmp_path / "tiny.gguf")
+    tensors = dict(file.tensors)
+    change(tensors)
+    return attrs.evolve(file, tensors=tensors)
+
+
+def floats(name: str, *shape: int) -> GGUFTensor:
+    return GGUFTensor(name, GGMLType.F32, shape, np.ones(shape, np.float32).reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("blk.1.ffn_up.weight"), r"'blk\.1\.ffn_up\.weight' is missing"),
+        (lambda t: t.pop("output_norm.weight"), r"'output_norm\.weight' is missing"),
+        (
+            lambda t: t.update({"blk.0.attn_k.weight": floats("blk.0.attn_k.weight", 8, 48)}),
+            r"'blk\.0\.attn_k\.weight' has the shape \[8, 48\], but the configuration needs \[16, 48\]",
+        ),
+        (lambda t: t.update({"blk.0.attn_q_norm.weight": floats("x", 8)}), "1 tensors are not known.*attn_q_norm"),
+        (lambda t: t.update({"rope_freqs.weight": floats("rope_freqs.weight", 3)}), "rope_freqs"),
+    ],
+)
+def test_a_wrong_tensor_is_named(tmp_path: Path, monkeypatch, change, message) -> None:
+    file = changed_gguf(tmp_path, change)
+    monkeypatch.setattr(loader, "open_gguf", lambda path: file)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(ModelLocation(ModelKind.GGUF, file.path, "tiny"))
+    assert caught.value.path == str(file.path)
+
+
+def test_rope_factors_divide_the_frequencies(tmp_path: Path, monkeypatch) -> None:
+    factors = floats("rope_freqs.weight", 4)
+    factors.data.view(np.float32)[:] = [1.0, 2.0, 4.0, 8.0]
+    file = changed_gguf(tmp_path, lambda t: t.update({"rope_freqs.weight": factors}))
+    monkeypatch.setattr(loader, "open_gguf", lambda path: file)
+    weights = load_model(ModelLocation(ModelKind.GGUF, file.path, "tiny")).decoder.weights
+    expected = inverse_frequencies(tiny_model().config) / torch.tensor([1.0, 2.0, 4.0, 8.0])
+    assert torch.equal(weights.inverse_frequencies, expected)
+
+
+def test_a_folders_wrong_tensors_are_named(tmp_path: Path) -> None:
+    model = tiny_model()
+    tensors = folder_tensors(model)
+    head = tensors.pop("lm_head.weight")
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' is missing"):
+        load_model(write_folder(tmp_path, model, tensors))
+    with pytest.raises(CheckpointError, match="has the type I64; F32, F16 and BF16 can be read"):
+        load_model(write_folder(tmp_path, model, tensors | {"lm_head.weight": head.long()}))
+
+
+def test_tensors_that_some_writers_add_are_ignored(tmp_path: Path) -> None:
+    """A second copy of tied embeddings, and the frequencies that old versions saved."""
+    model = tied(tiny_model())
+    extra = {
+        "lm_head.weight": model.decoder.weights.embedding.clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    loaded = load_model(write_folder(tmp_path, model, folder_tensors(model) | extra))
+    assert loaded.decoder.weights.head is loaded.decoder.weights.embedding
+
+
+def test_progress_rises_to_one(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    fractions: list[float] = []
+    load_model(ModelLocation(ModelKind.GGUF, tmp_path / "tiny.gguf", "tiny"), fractions.append)
+    assert fractions == sorted(fractions)
+    assert len(set(fractions)) > 2
+    assert fractions[-1] == 1.0
+
+
+def test_quantized_weights_are_dequantized(tmp_path: Path) -> None:
+    """As the gguf package, an independent implementation, does it."""
+    values = torch.randn(211, 64).numpy()
+    packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    name = "token_embd.weight"
+    tensor = GGUFTensor(name, GGMLType.Q8_0, (211, 64), packed.reshape(-1))
+    file = changed_gguf(tmp_path, lambda tensors: tensors.update({name: tensor}))
+    source = loader._gguf_source(file)
+    assert np.array_equal(source.read(name, (211, 64)), gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0))
