@@ -146,7 +146,7 @@ async def open_engine(
     config = EngineConfig() if config is None else config
     progress = _ignore_progress if on_progress is None else on_progress
     location = await _find_model(config, progress)
-    with create_endpoint(__import__("os").environ) as endpoint:
+    with create_endpoint(env.variables()) as endpoint:
         bound = bind_router(endpoint)
         try:
             launch = CoreLaunch(

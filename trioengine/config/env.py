@@ -4,7 +4,7 @@ Functions, not constants: each call looks again, so tests and host programs may 
 """
 
 import os
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from trioengine.config.resolve import HardwareFacts
@@ -31,11 +31,9 @@ def cache_dir() -> Path:
     return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "trioengine"
 
 
-def runtime_dirs() -> tuple[Path, ...]:
-    """Where a private directory for sockets may be made, best first: short-lived, per user, on this machine."""
-    named = (os.environ.get(variable, "") for variable in ("XDG_RUNTIME_DIR", "TMPDIR"))
-    candidates = [Path(name) for name in named if os.path.isabs(name)]
-    return tuple(dict.fromkeys([*candidates, Path("/tmp"), Path(tempfile.gettempdir())]))
+def variables() -> Mapping[str, str]:
+    """The environment itself, for code that takes it as a value."""
+    return os.environ
 
 
 def log_level() -> str:

@@ -70,10 +70,12 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
+        """The token that begins a text, where the model has one."""
         return self.facts.bos_token_id
 
     @property
     def eos_token_id(self) -> int | None:
+        """The model's own end of sequence, where it has one."""
         return self.facts.eos_token_ids[0] if self.facts.eos_token_ids else None
 
     @property
@@ -83,6 +85,7 @@ class Tokenizer:
 
     @property
     def pad_token_id(self) -> int | None:
+        """The token that fills up a batch, where the model has one."""
         return self.facts.pad_token_id
 
     def is_special(self, token_id: int) -> bool:

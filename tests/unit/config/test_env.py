@@ -28,16 +28,6 @@ def test_the_cache_is_in_the_users_cache_directory_otherwise(monkeypatch: pytest
     assert env.cache_dir() == tmp_path / ".cache" / "trioengine"
 
 
-def test_sockets_go_to_the_users_runtime_directory_first_and_tmp_is_always_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
-    monkeypatch.setenv("TMPDIR", "relative")
-    assert env.runtime_dirs()[0] == Path("/run/user/1000")
-    assert Path("/tmp") in env.runtime_dirs()
-    assert all(path.is_absolute() for path in env.runtime_dirs())
-
-
 def test_a_log_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIOENGINE_LOG_LEVEL", "DEBUG")
     assert env.log_level() == "debug"

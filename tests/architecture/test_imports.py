@@ -1,0 +1,53 @@
+"""What a process loads when it imports a package. The import contracts (`lint-imports`) see what the source says; these
+tests see what happens."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+
+def modules_after(statement: str) -> set[str]:
+    """The top-level packages that a fresh interpreter has loaded after a statement."""
+    program = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    command = [sys.executable, "-P", "-c", program]
+    return set(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "trioengine",
+        "trioengine.client",
+        "trioengine.server.app",
+        "trioengine.server.serve",
+        "trioengine.cli.serve",
+        "trioengine.cli.bench.frontend",
+    ],
+)
+def test_front_end_processes_load_no_torch(module: str) -> None:
+    assert modules_after(f"import {module}").isdisjoint({"torch", "transformers", "trioengine_kernels"})
+
+
+@pytest.mark.parametrize("package", ["core", "frontend", "openai", "types", "config"])
+def test_packages_without_io_load_no_io(package: str) -> None:
+    statement = (
+        "import importlib, pkgutil\n"
+        f"package = importlib.import_module('trioengine.{package}')\n"
+        "for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "    importlib.import_module(module.name)"
+    )
+    assert modules_after(statement).isdisjoint({"torch", "trio", "zmq", "quart", "quart_trio", "hypercorn"})
+
+
+def test_the_command_line_answers_without_loading_an_engine() -> None:
+    loaded = modules_after("import trioengine.cli.main, trioengine.cli.models")
+    assert loaded.isdisjoint({"torch", "trio", "zmq", "quart", "hypercorn"})
+
+
+def test_no_package_called_kernels_can_be_imported() -> None:
+    """transformers looks for a package of this name, and would take our folder for it."""
+    assert importlib.util.find_spec("kernels") is None
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('kernels') is not None)"
+    assert subprocess.run([sys.executable, "-P", "-c", program], timeout=60).returncode == 0
