@@ -15,6 +15,8 @@ from trioengine.types.output import RequestOutput
 from trioengine.types.params import RequestOutputKind
 from trioengine.types.request import GenerateRequest
 
+_NOT_ENTERED = "Enter the stream first: `async with engine.generate(request) as outputs`."
+
 
 class RequestOwner(Protocol):
     """What a stream needs of its engine."""
@@ -87,6 +89,9 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        builder = self._builder
+        if builder is None:
+            raise RuntimeError(_NOT_ENTERED)
         if self._error is not None:
             await trio.lowlevel.checkpoint()
             # A copy, so that tracebacks of several requests and attempts do not pile up on one object.
@@ -99,13 +104,12 @@ class RequestStream:
             raise EngineClosedError("The stream was read after its block was left.") from None
         if pending.error is not None:
             self._error = pending.error
-            if not pending.token_ids:
+            if not pending.token_ids and not pending.texts:
                 raise attrs.evolve(pending.error)
-        assert self._builder is not None
-        return self._builder.build(pending)
+        return builder.build(pending)
 
     @property
     def _entered(self) -> ProcessedRequest:
         if self._processed is None:
-            raise RuntimeError("Enter the stream first: `async with engine.generate(request) as outputs`.")
+            raise RuntimeError(_NOT_ENTERED)
         return self._processed

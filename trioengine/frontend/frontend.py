@@ -4,7 +4,7 @@ Three kinds of shell drive the same object (trio over ZMQ, blocking over ZMQ, bl
 messages, and give each request a `Sink` and each call a reply handler. It knows neither sockets nor tasks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -203,6 +203,9 @@ class Frontend:
             return
         if finished is not None and finished.error is not None:
             finished = None  # The tokens are valid; `_receive_finished` delivers the error behind them.
+        self._give(state, token_ids, finished)
+
+    def _give(self, state: RequestState, token_ids: Sequence[int], finished: Finished | None) -> None:
         try:
             is_stopped = state.receive(token_ids, finished)
         except Exception as error:  # A border: a fault in one request's text must not reach the others.
@@ -219,7 +222,7 @@ class Frontend:
         if finished.error is not None:
             state.fail(error_from_data(finished.error))
         else:
-            state.receive((), finished)
+            self._give(state, (), finished)
         self._unname(state)
         # An abort that is still waiting here would hit the slot's next request.
         self._aborted_slots.pop(finished.slot, None)

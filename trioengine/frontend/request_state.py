@@ -83,15 +83,22 @@ class RequestState:
 
     def end(self, reason: FinishReason) -> None:
         """End without the core: whoever waits gets the text held back, and this reason."""
-        sink, self._sink = self._sink, None
+        sink = self._sink
         if sink is not None:
-            sink.put(self._flush()[0], (), reason)
+            rest = self._flush()[0]
+            self._sink = None
+            sink.put(rest, (), reason)
 
     def fail(self, error: TrioEngineError) -> None:
-        """End with an error."""
+        """End with an error, which comes after the text held back for a stop string."""
         sink, self._sink = self._sink, None
-        if sink is not None:
-            sink.fail(error)
+        if sink is None:
+            return
+        # The detokenizer is not asked: it may be what failed.
+        held = self._stop_matcher.flush() if self._stop_matcher is not None else ""
+        if held:
+            sink.put(held, ())
+        sink.fail(error)
 
     def drop(self) -> None:
         """End because nobody waits any more."""
@@ -111,8 +118,8 @@ class RequestState:
         return None if result.matched is None else self._stops[result.matched]
 
     def _finish(self, sink: Sink, parts: list[str], token_ids: Sequence[int], finished: Finished) -> None:
-        self._sink = None
         rest, stop = self._flush()
+        self._sink = None
         parts.append(rest)
         if stop is not None:
             sink.put("".join(parts), token_ids, FinishReason.STOP, stop)

@@ -77,6 +77,8 @@ def make_strict_converter(*, forbid_extra_keys: bool, detailed_validation: bool 
     # The newest hook that applies wins: tuples are sequences too.
     converter.register_structure_hook_factory(_is_homogenous_tuple, _strict(homogenous_tuple_structure_factory, list))
     converter.register_structure_hook_factory(is_mapping, _strict(_mapping_hook, dict))
+    # Without this an empty list is an object whose fields all have defaults.
+    converter.register_structure_hook_factory(attrs.has, _strict(_object_hook, dict))
     return converter
 
 
@@ -137,9 +139,9 @@ def unpack(data: bytes | memoryview) -> Any:
 def error_to_data(error: Exception) -> ErrorData:
     """An exception as data. One that is not TrioEngine's becomes an `EngineGenerateError` that names it."""
     if not isinstance(error, TrioEngineError):
-        return ErrorData(EngineGenerateError.__name__, {"message": f"{type(error).__name__}: {error}"})
+        return ErrorData(EngineGenerateError.__name__, {"message": _sendable(f"{type(error).__name__}: {error}")})
     names = [field.name for field in attrs.fields(type(error)) if field.init]
-    return ErrorData(name=type(error).__name__, fields={name: getattr(error, name) for name in names})
+    return ErrorData(name=type(error).__name__, fields={name: _sendable(getattr(error, name)) for name in names})
 
 
 def error_from_data(data: ErrorData) -> TrioEngineError:
@@ -151,6 +153,16 @@ def error_from_data(data: ErrorData) -> TrioEngineError:
         return error_class(**data.fields)
     except TypeError:
         return EngineGenerateError(f"{data.name}: {data.fields}")
+
+
+def _sendable(value: object) -> Any:
+    """A field of an error as the wire takes it: an error must arrive whatever a file's name or a library put into it.
+
+    Texts lose lone surrogates, which stand for bytes in names of files; other objects become their text.
+    """
+    if value is None or (isinstance(value, (int, float)) and math.isfinite(value)):
+        return value
+    return str(value).encode("utf-8", "replace").decode()
 
 
 _msgpack = cast(Any, msgpack)  # It has no types.
@@ -217,6 +229,10 @@ def _structure_enum(value: object, enum_class: Any) -> Any:
 def _is_homogenous_tuple(type_: Any) -> bool:
     arguments = get_args(type_)
     return get_origin(type_) is tuple and len(arguments) == 2 and arguments[1] is Ellipsis
+
+
+def _object_hook(type_: Any, converter: Converter) -> StructureHook:
+    return converter.gen_structure_attrs_fromdict(type_)
 
 
 def _strict(factory: HookFactory, kind: type) -> HookFactory:

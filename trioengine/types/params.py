@@ -7,6 +7,7 @@ Rules that need no model are checked by `validate`; those that need the vocabula
 import enum
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any, get_args, get_origin
 
 import attrs
 
@@ -14,6 +15,7 @@ from trioengine.errors import RequestError
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 4096
+MAX_TOP_K = 2**31 - 1
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -85,14 +87,15 @@ class SamplingParams:
         Raises:
             RequestError: naming the first field at fault. Nothing has been sent then.
         """
+        self._validate_types()
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.top_k < -1:
-            raise RequestError(f"top_k must be at least 0, or -1 for off, not {self.top_k}.", param="top_k")
+        if not -1 <= self.top_k <= MAX_TOP_K:
+            raise RequestError(f"top_k must be 0 to {MAX_TOP_K}, or -1 for off, not {self.top_k}.", param="top_k")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise RequestError("seed must be a 64-bit integer.", param="seed")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -107,16 +110,67 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
+    def _validate_types(self) -> None:
+        """What is of the wrong type here would be refused by the core, where no one could be told."""
+        for name, kinds, expected in _SCALARS:
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (type(value) is bool and bool not in kinds):
+                raise RequestError(f"{name} must be {expected}, not {type(value).__name__}.", param=name)
+        for position, token_id in enumerate(self.stop_token_ids):
+            _check_integer(f"stop_token_ids[{position}]", token_id)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("logit_bias must be a mapping from token ids to numbers.", param="logit_bias")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_integer(f"logit_bias[{token_id!r}]", token_id)
+            if type(bias) is bool or not isinstance(bias, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise RequestError(f"logit_bias[{token_id}] must be a number.", param=f"logit_bias[{token_id}]")
+
     def _validate_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(self.stop)} strings; the limit is {MAX_STOP_STRINGS}.", param="stop")
         for position, text in enumerate(self.stop):
+            param = f"stop[{position}]"
+            if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise RequestError(f"{param} must be a string, not {type(text).__name__}.", param=param)
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                raise RequestError(
-                    f"stop[{position}] must have 1 to {MAX_STOP_STRING_CHARS} characters.", param=f"stop[{position}]"
-                )
+                raise RequestError(f"{param} must have 1 to {MAX_STOP_STRING_CHARS} characters.", param=param)
+            check_encodable(text, param)
         if self.stop and not self.detokenize:
             raise RequestError("stop needs detokenize, as it looks for text.", param="stop")
+
+
+def check_encodable(text: str, param: str) -> None:
+    """Return when a text can be sent.
+
+    Raises:
+        RequestError: it has a lone surrogate, which is no character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{param} has a lone surrogate at character {error.start}.", param=param) from None
+
+
+def _scalar(field: "attrs.Attribute[Any]") -> "tuple[str, tuple[type, ...], str] | None":
+    """Name, classes and description of a field that holds one value; None for the others."""
+    kinds: tuple[Any, ...] = get_args(field.type) or (field.type,)
+    if get_origin(field.type) is tuple or kinds[0] not in _DESCRIPTIONS:
+        return None
+    return field.name, (*kinds, int) if float in kinds else kinds, _DESCRIPTIONS[kinds[0]]
+
+
+_DESCRIPTIONS: Mapping[Any, str] = {
+    float: "a number",
+    int: "an integer",
+    bool: "True or False",
+    RequestOutputKind: "a RequestOutputKind",
+}
+_SCALARS = tuple(scalar for field in attrs.fields(SamplingParams) if (scalar := _scalar(field)) is not None)
+
+
+def _check_integer(name: str, value: object) -> None:
+    if not isinstance(value, int) or type(value) is bool:
+        raise RequestError(f"{name} must be an integer, not {type(value).__name__}.", param=name)
 
 
 def _check_range(name: str, value: float, minimum: float, maximum: float) -> None:

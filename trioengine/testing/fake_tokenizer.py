@@ -1,0 +1,96 @@
+"""`FakeTokenizer`: a tokenizer without a model. Ids 0 to 255 are bytes; then come words that the test chooses.
+
+It keeps the promises of `tokenizer.Tokenizer` that front end and client use (one test holds both to them) and derives
+from it only so that it is accepted in its place.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from trioengine.errors import RequestError
+from trioengine.tokenizer.parts import TokenizerFacts
+from trioengine.tokenizer.tokenizer import Tokenizer
+
+END_TOKEN = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class FakeTokenizer(Tokenizer):
+    """Bytes and `words`; the last id is the end token, the only special one. Each word is one token."""
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self._fake_bytes = [bytes([byte]) for byte in range(256)] + [word.encode() for word in words]
+        self._word_ids = {word: 256 + index for index, word in enumerate(words)}
+        self.end_token_id = len(self._fake_bytes)
+        self._fake_bytes.append(END_TOKEN.encode())
+        self._fake_shown_bytes = [*self._fake_bytes[:-1], b""]
+        self._fake_texts = [_whole_text(data) for data in self._fake_bytes]
+        self._fake_shown_texts = [*self._fake_texts[:-1], ""]
+        self.facts = TokenizerFacts(eos_token_ids=(self.end_token_id,), chat_templates={"default": CHAT_TEMPLATE})
+        self.special_token_ids = frozenset({self.end_token_id})
+        self.drops_leading_space = False
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._fake_bytes)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
+        """The longest word at each place, else the bytes of the character there."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The text has a lone surrogate at character {error.start}.") from error
+        words = self._word_ids | ({END_TOKEN: self.end_token_id} if allow_special else {})
+        token_ids: list[int] = []
+        start = 0
+        while start < len(text):
+            word = max((word for word in words if text.startswith(word, start)), key=len, default=None)
+            token_ids.extend(text[start].encode() if word is None else [words[word]])
+            start += 1 if word is None else len(word)
+        return token_ids
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        table = self.token_byte_table(skip_special_tokens)
+        return b"".join(table[token_id] for token_id in token_ids if 0 <= token_id < len(table)).decode(
+            "utf-8", "replace"
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._fake_bytes[token_id] if 0 <= token_id < len(self._fake_bytes) else b""
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.end_token_id if token == END_TOKEN else self._word_ids.get(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < len(self._fake_bytes):
+            return None
+        return self._fake_bytes[token_id].decode("utf-8", "replace")
+
+    def token_byte_table(self, skip_special_tokens: bool) -> Sequence[bytes]:
+        return self._fake_shown_bytes if skip_special_tokens else self._fake_bytes
+
+    def token_texts(self, skip_special_tokens: bool) -> Sequence[str | None]:
+        return self._fake_shown_texts if skip_special_tokens else self._fake_texts
+
+    def protect(self, text: str) -> str:
+        """The end token that a user wrote becomes a character that no template writes."""
+        return text.replace(END_TOKEN, "\ufdd0")
+
+    def reveal(self, text: str) -> str:
+        return text.replace("\ufdd0", END_TOKEN)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        token_ids: list[int] = []
+        for index, written_by_users in enumerate(text.split("\ufdd0")):
+            token_ids += self.encode(END_TOKEN) if index else []
+            token_ids += self.encode(written_by_users, allow_special=True)
+        return token_ids
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
