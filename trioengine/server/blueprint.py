@@ -34,6 +34,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies hand each event on as it comes."""
 
 B = TypeVar("B", bound=RequestBody)
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -134,10 +135,14 @@ class _Routes:
     async def _generate(self, endpoint: _Endpoint[B]) -> Response:
         if self.shutdown is not None and self.shutdown.is_set():
             raise UnavailableError("The server is shutting down.", retry_after_s=5.0)
-        body = await _parse_body(endpoint.parse)
-        check_model(body, self.engine.model_name)
         head = ReplyHead(endpoint.id_prefix + uuid4().hex, int(time.time()), self.engine.model_name)
-        generate_request = endpoint.translate(body, head.id)
+
+        def read(data: bytes) -> tuple[B, GenerateRequest]:
+            body = endpoint.parse(data)
+            check_model(body, head.model)
+            return body, endpoint.translate(body, head.id)
+
+        body, generate_request = await _read_body(read)
         if body.stream:
             events = endpoint.stream(head, bool(body.stream_options.include_usage))
             return await self._streamed(generate_request, events)
@@ -170,14 +175,14 @@ class _Routes:
         return {WARNING_HEADER: "; ".join(warnings)} if warnings else {}
 
 
-async def _parse_body(parse: Callable[[bytes], B]) -> B:
+async def _read_body(read: Callable[[bytes], T]) -> T:
     # Also keeps web pages out: a browser asks before it sends this type to a foreign server.
     if request.mimetype != "application/json":
         raise MediaTypeError("The Content-Type of the request must be application/json.")
     data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
     if len(data) < LONG_BODY_BYTES:
-        return parse(data)
-    return await trio.to_thread.run_sync(parse, data, abandon_on_cancel=True)
+        return read(data)
+    return await trio.to_thread.run_sync(read, data, abandon_on_cancel=True)
 
 
 def _json(value: dict[str, object]) -> Response:
