@@ -1,9 +1,11 @@
 """One client's connection: reads the socket, drives an HTTP protocol, ends.
 
-Hypercorn 0.18's own connection class must not face a network (docs/log.md has the list), so this one stands in for
-it around the same protocol classes. What it promises: whatever goes wrong here ends this connection only; the client's
-end is seen at once, also in the middle of a response and behind pipelined bytes; no write waits for ever; and a
-connection that is over leaves no task and no descriptor. Knows nothing about other connections.
+Hypercorn 0.18's own connection class must not face a network: an error in one connection ends the whole server, its
+writes are shielded without a limit, with Quart-Trio its keep-alive timer never starts, and pipelined bytes hide a
+disconnect. This one stands in for it around the same protocol classes. What it promises: whatever goes wrong here ends
+this connection only; the client's end is seen at once, also in the middle of a response and behind pipelined bytes; no
+write waits for ever; and a connection that is over leaves no task and no descriptor. Knows nothing about other
+connections.
 """
 
 import contextlib
@@ -159,7 +161,8 @@ class Connection:
             if not data:
                 self._is_lost = True
                 return
-            if self._is_idle:
+            # HTTP/2 has frames that belong to no request; it says itself when one begins.
+            if self._is_idle and isinstance(protocol, Http1Protocol):
                 self._is_idle = False
                 self._reading.deadline = trio.current_time() + self._config.header_timeout_s
             await protocol.handle(RawData(data))

@@ -1,8 +1,8 @@
 """Runs one ASGI application call per request, in its connection's nursery.
 
-This is Hypercorn's `TaskGroup` with three differences. The message that tells of a disconnect never waits, whatever
-the application has left unread. A message for an application that has ended is dropped instead of waiting for ever.
-And what an application raises is logged here and ends its own request only. Knows nothing about sockets.
+This is Hypercorn's `TaskGroup` with two differences. The message that tells of a disconnect never waits, whatever the
+application has left unread, and frees whoever waits to bring more. And what an application raises is logged here and
+ends its own request only. Knows nothing about sockets.
 """
 
 import logging
@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """The messages for one application call. `put` waits while it is full; a disconnect never waits."""
+    """The messages for one application call. `put` waits while it is full; a disconnect never waits.
+
+    Every end of a request comes with a disconnect, which also frees whoever waits in `put`.
+    """
 
     def __init__(self, *, is_websocket: bool) -> None:
         self._send, self._receive = trio.open_memory_channel[ASGIReceiveEvent](MAX_WAITING_MESSAGES)
@@ -36,7 +39,7 @@ class Inbox:
         )
 
     async def put(self, message: ASGIReceiveEvent) -> None:
-        """Hand `message` over. Does nothing once the application has ended or was told of a disconnect."""
+        """Hand `message` over. Does nothing once the application was told of a disconnect."""
         if message["type"] in ("http.disconnect", "websocket.disconnect"):
             self._disconnect = cast("HTTPDisconnectEvent | WebsocketDisconnectEvent", message)
             self._send.close()
@@ -46,7 +49,7 @@ class Inbox:
                 self._send.send_nowait(message)
             except trio.WouldBlock:
                 await self._send.send(message)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+        except trio.ClosedResourceError:
             pass
 
     async def receive(self) -> ASGIReceiveEvent:
@@ -55,10 +58,6 @@ class Inbox:
             return await self._receive.receive()
         except trio.EndOfChannel:
             return self._disconnect
-
-    def close(self) -> None:
-        """Drop what waits and whatever comes; whoever waits in `put` goes on."""
-        self._receive.close()
 
 
 class Handlers:
@@ -93,8 +92,6 @@ async def _run_handler(
         # A border: the protocol turns it into a 500, a cut response or a WebSocket's 1011. A `Cancelled` beside it
         # goes on, and then there is nobody left to answer.
         logger.exception("The application failed in %s", _describe(scope))
-    finally:
-        inbox.close()
     # Hypercorn's word for "the application has ended": answers for it where it has not.
     await send(None)
 

@@ -10,9 +10,10 @@ from quart import Response
 from quart_trio import QuartTrio
 from trio.testing import wait_all_tasks_blocked
 
+from trioengine.server.connection import NUM_WRITES_PER_CHECKPOINT
 from trioengine.server.serve import ServeConfig
 from trioengine.testing.http_server import open_server
-from trioengine.testing.raw_http import RawHttpClient, open_raw_http, request_bytes
+from trioengine.testing.raw_http import RawHttpClient, chunk_bytes, open_raw_http, request_bytes
 
 EXTRA_BYTES = {"nothing": b"", "byte": b"x", "request": request_bytes("GET", "/health"), "much": b"x" * 100_000}
 
@@ -154,6 +155,55 @@ async def test_a_handler_that_writes_to_a_client_that_has_gone_lets_others_run()
             client.reset()
         assert (await bystander.request("GET", "/health")).body == b"fine"
         await ended.wait()
+
+
+async def test_a_handler_that_does_nothing_but_write_lets_others_run() -> None:
+    num_chunks = 320
+    num_turns_of_others = 0
+    done = trio.Event()
+
+    async def write_at_once(scope, receive, send) -> None:
+        assert scope["type"] == "http"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await trio.lowlevel.checkpoint()
+        before = num_turns_of_others
+        for _ in range(num_chunks):
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        assert num_turns_of_others - before >= num_chunks // NUM_WRITES_PER_CHECKPOINT
+        await send({"type": "http.response.body"})
+        done.set()
+
+    async def take_turns() -> None:
+        nonlocal num_turns_of_others
+        while not done.is_set():
+            num_turns_of_others += 1
+            await trio.lowlevel.checkpoint()
+
+    async with (
+        open_server(write_at_once) as server,
+        open_raw_http(server.url) as client,
+        trio.open_nursery() as nursery,
+    ):
+        await client.send_request("GET", "/")
+        nursery.start_soon(take_turns)
+        assert (await client.read_response()).body == b"x" * num_chunks
+        await done.wait()
+
+
+async def test_a_handler_that_leaves_its_body_unread_can_answer_and_end() -> None:
+    """More messages wait than its inbox takes; the end of the response frees whoever brings them."""
+
+    async def answer_unread(scope, receive, send) -> None:
+        assert scope["type"] == "http"
+        await wait_all_tasks_blocked()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async with open_server(answer_unread) as server, open_raw_http(server.url) as client:
+        headers = [("transfer-encoding", "chunked")]
+        await client.send(request_bytes("POST", "/", headers=headers) + chunk_bytes(b"x") * 100 + chunk_bytes(b""))
+        assert (await client.read_response()).body == b"ok"
+        assert await client.read_to_end() == b""
 
 
 async def test_a_slow_reader_holds_its_handler_back_and_gets_everything() -> None:

@@ -211,7 +211,7 @@ async def open_tls(url: str, *, alpn: list[str]) -> AsyncGenerator[trio.SSLStrea
 
 def make_tls_config(*, http2: bool, max_body_bytes: int = 1000) -> ServeConfig:
     tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
-    return ServeConfig(port=0, tls=tls, http2=http2, max_body_bytes=max_body_bytes)
+    return ServeConfig(port=0, tls=tls, http2=http2, max_body_bytes=max_body_bytes, shutdown_timeout_s=1000)
 
 
 @pytest.mark.parametrize(("http2", "chosen"), [(True, "h2"), (False, "http/1.1")])
@@ -233,6 +233,22 @@ async def test_http2_is_chosen_only_when_asked_for(http2: bool, chosen: str) -> 
                 received += part
             assert received.startswith(b"HTTP/1.1 200")
             assert received.endswith(b"fine")
+
+
+async def test_an_idle_http2_connection_closes_at_once_on_shutdown() -> None:
+    async with (
+        open_server(make_app(), make_tls_config(http2=True)) as server,
+        open_tls(server.url, alpn=["h2"]) as stream,
+    ):
+        client = Http2Client(stream)
+        await client.send_headers(1, b"GET", b"/health")
+        assert await client.read_status(1) == b"200"
+        client.protocol.ping(b"anything")
+        await client.flush()
+        await wait_all_tasks_blocked()
+        server.shutdown.set()
+        assert await client.wait_for_end()
+        await server.stopped.wait()
 
 
 @asynccontextmanager
