@@ -1,12 +1,16 @@
 """The routes over a scripted engine: what is asked for is what is answered."""
 
 import json
+import threading
 from typing import Any
 
+import attrs
 import pytest
 from quart import Response
 
+from trioengine.openai.protocol import ChatCompletionRequest, parse_chat_request
 from trioengine.openai.sse import CONTENT_TYPE
+from trioengine.server import blueprint
 from trioengine.server.app import create_app
 from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
 from trioengine.types.messages import CoreLoad
@@ -125,3 +129,21 @@ async def test_version_and_health_answer() -> None:
     client = create_app(FakeEngine()).test_client()
     assert "version" in await (await client.get("/version")).get_json()
     assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_long_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 18: in a thread, so that others are served meanwhile; right and wrong ones are answered like short ones."""
+    threads: list[str] = []
+
+    def parse(data: bytes) -> ChatCompletionRequest:
+        threads.append(threading.current_thread().name)
+        return parse_chat_request(data)
+
+    monkeypatch.setattr(blueprint, "_CHAT", attrs.evolve(blueprint._CHAT, parse=parse))
+    client = create_app(FakeEngine()).test_client()
+    for text in ("short", "x" * blueprint.LONG_BODY_BYTES):
+        right = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
+        wrong = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [text]}]})
+        assert right.status_code == 200
+        assert (await wrong.get_json())["error"]["param"] == "messages[0].content[0]"
+    assert [name == threading.current_thread().name for name in threads] == [True, True, False, False]
