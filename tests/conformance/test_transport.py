@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from trioengine.errors import PeerUnreachableError
-from trioengine.testing.memory_link import MemoryRouter
+from trioengine.testing.memory_link import MemoryDealer, MemoryRouter
 from trioengine.transport.address import create_endpoint
 from trioengine.transport.interface import CORE_SEND_HIGH_WATER_MARK, CoreSocket, FrontEndSocket
 from trioengine.transport.topology import bind_router, connect_dealer, core_identity
@@ -31,18 +31,27 @@ async def _poll(core: CoreSocket) -> None:
         await trio.lowlevel.checkpoint()
 
 
+async def _wait_readable(core: CoreSocket) -> None:
+    assert isinstance(core, MemoryDealer)
+    await core.wait_readable()
+
+
+def _no_directory(base: str) -> None:
+    return None
+
+
 @pytest.fixture(params=["memory", "ipc", "tcp"])
 def link(request: pytest.FixtureRequest) -> Iterator[Link]:
     if request.param == "memory":
         memory = MemoryRouter()
-        yield Link(memory, lambda rank: memory.connect(core_identity(rank)), lambda core: core.wait_readable())
+        yield Link(memory, lambda rank: memory.connect(core_identity(rank)), _wait_readable)
         memory.close()
         return
     dealers: list[BlockingSocket] = []
     environ = {**os.environ, "XDG_RUNTIME_DIR": "/tmp"} if request.param == "ipc" else {}
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "tcp":
-            patch.setattr("trioengine.transport.address._create_private_directory", lambda base: None)
+            patch.setattr("trioengine.transport.address._create_private_directory", _no_directory)
         endpoint = create_endpoint(environ)
     router = bind_router(endpoint)
     assert router.endpoint.address.startswith(request.param)

@@ -31,7 +31,8 @@ core = connect_dealer(Endpoint(**data, curve=curve and CurveKeys(**curve)), int(
 for index in count():
     message = [b"%d" % index, bytes(index * 997 % 20_000), b"%d" % index]
     while not core.try_send(message):
-        poll([core], full=[core])
+        if not poll([core], full=[core], timeout_s=60):
+            sys.exit("nobody reads")
 """
 
 

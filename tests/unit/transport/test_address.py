@@ -3,7 +3,7 @@
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -77,7 +77,10 @@ def test_a_base_directory_that_cannot_be_used_is_passed_over(short_path: Path, b
 
 
 def test_without_any_directory_it_is_loopback_tcp_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "_base_directories", lambda environ: iter(["/dev/null/a", "/nowhere"]))
+    def unusable(environ: Mapping[str, str]) -> Iterator[str]:
+        return iter(["/dev/null/a", "/nowhere"])
+
+    monkeypatch.setattr(address, "_base_directories", unusable)
     with create_endpoint({}) as endpoint:
         assert endpoint.address == "tcp://127.0.0.1:*"
         assert endpoint.directory is None

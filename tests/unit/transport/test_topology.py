@@ -30,8 +30,12 @@ def make_endpoint(transport: str) -> Endpoint:
     if transport == "ipc":
         return create_endpoint({})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(address, "_create_private_directory", lambda base: None)
+        patch.setattr(address, "_create_private_directory", _no_directory)
         return create_endpoint({})
+
+
+def _no_directory(base: str) -> None:
+    return None
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -145,6 +149,52 @@ async def test_a_vanished_core_is_unreachable_and_the_others_go_on(router: Bound
             with pytest.raises(PeerUnreachableError):
                 await send_until_unreachable(rank)
             await assert_works(router, core)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_zeromqs_own_heartbeats_stay_off(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They abort the process when a peer dies while its messages fill our queue; on TCP the kernel asks instead."""
+    made: list[zmq.Socket[bytes]] = []
+    make_socket = zmq.Context[zmq.Socket[bytes]].socket
+
+    def recording(context: zmq.Context[zmq.Socket[bytes]], socket_type: int) -> zmq.Socket[bytes]:
+        made.append(make_socket(context, socket_type))
+        return made[-1]
+
+    monkeypatch.setattr(zmq.Context, "socket", recording)
+    with make_endpoint(transport) as endpoint:
+        router = bind_router(endpoint)
+        core = connect_dealer(router.endpoint.for_core(), 0)
+        assert len(made) == 2
+        for socket in made:
+            assert socket.get(zmq.HEARTBEAT_IVL) == 0
+            assert (socket.get(zmq.TCP_KEEPALIVE) == 1) is (transport == "tcp")
+        core.close()
+        router.socket.close()
+
+
+async def test_a_core_that_dies_while_the_front_end_does_not_read_does_no_harm(router: BoundRouter) -> None:
+    """Its full queue stays readable, whole and in order; reading it to the end frees the place."""
+    core = connect_dealer(router.endpoint.for_core(), 0)
+    with trio.fail_after(TIMEOUT_S):
+        for index in range(20):
+            while not core.try_send([b"%d" % index]):
+                await trio.lowlevel.checkpoint()
+        first = await router.socket.receive()
+        core.close()
+        received = [first]
+
+        async def read_and_send() -> None:
+            while True:
+                received.extend(router.socket.receive_ready_nowait())
+                await router.socket.send([core_identity(0), b"abort"])
+
+        with pytest.raises(PeerUnreachableError):
+            await read_and_send()
+        assert received == [[core_identity(0), b"%d" % index] for index in range(len(received))]
+        successor = connect_dealer(router.endpoint.for_core(), 0)
+        await assert_works(router, successor)
+        successor.close()
 
 
 def test_a_vanished_front_end_never_blocks_the_core() -> None:

@@ -17,7 +17,7 @@ class Links:
     """Makes cores with queues of one message, and holds all sockets until the test has ended."""
 
     context: zmq.Context[zmq.Socket[bytes]] = attrs.field(factory=zmq.Context)
-    sockets: list[zmq.Socket[bytes]] = attrs.field(factory=list)
+    sockets: list[zmq.Socket[bytes]] = attrs.field(factory=list[zmq.Socket[bytes]])
 
     def connect(self, name: str = "link") -> tuple[BlockingSocket, zmq.Socket[bytes]]:
         """A core, and its front end's raw socket."""
