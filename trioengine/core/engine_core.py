@@ -17,7 +17,6 @@ from trioengine.core.operations import run_call
 from trioengine.core.outbox import Outbox
 from trioengine.core.request import Request, make_request
 from trioengine.core.scheduler import Scheduler, StepOutcome
-from trioengine.errors import RequestError
 from trioengine.types.codec import error_to_data
 from trioengine.types.messages import (
     AbortRequests,
@@ -140,7 +139,7 @@ class EngineCore:
         try:
             request = make_request(client, message, self._num_arrivals, self._config)
             self.scheduler.add(request)
-        except RequestError as error:
+        except Exception as error:  # A border: what is wrong with one request is that request's answer.
             state.outbox.finish(Finished(slot, FinishReason.ABORT, error=error_to_data(error)))
             return
         self._num_arrivals += 1

@@ -92,6 +92,15 @@ def test_an_invalid_request_ends_with_its_error_and_harms_nobody() -> None:
     assert {new.sequence_id for plan in driver.plans for new in plan.new} == {0}
 
 
+def test_a_request_that_the_checks_cannot_even_read_harms_nobody() -> None:
+    """A value of a type that no check expects is that request's error, not the core's end."""
+    driver = CoreDriver()
+    answer = driver.add(attrs.evolve(make_core_request(0), seed="seven"))
+    driver.run()
+    assert answer.finished is not None
+    assert answer.finished.error is not None
+
+
 def test_a_failure_in_the_executor_ends_that_request_only() -> None:
     """What was generated before it is delivered first, with the error."""
     driver = CoreDriver(scripts={(1, 2): (5, 6, Fail("no such state"))})
