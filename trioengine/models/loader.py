@@ -43,6 +43,7 @@ def load_model(location: ModelLocation, report: ReportFraction | None = None) ->
     Raises:
         CheckpointError: the files are damaged, a tensor is missing, has another shape than the configuration says or
             is not known, or the model is not one that this engine runs.
+        MemoryError: the weights do not fit.
     """
     if location.kind is ModelKind.GGUF:
         file = open_gguf(location.path)
@@ -254,13 +255,12 @@ def _stack(source: _Source, names: list[str], rows: list[int], columns: int | No
         values = source.read(names[0], (rows[0], *tail))
         # What is a view of the file would be read from it again whenever memory is short, and cannot be a tensor's.
         return torch.from_numpy(values if values.flags.writeable else values.copy())
-    stacked = torch.empty((sum(rows), *tail), dtype=torch.float32)
-    destination = stacked.numpy()
+    stacked = np.empty((sum(rows), *tail), dtype=np.float32)
     first = 0
     for name, num_rows in zip(names, rows, strict=True):
-        destination[first : first + num_rows] = source.read(name, (num_rows, *tail))
+        stacked[first : first + num_rows] = source.read(name, (num_rows, *tail))
         first += num_rows
-    return stacked
+    return torch.from_numpy(stacked)
 
 
 def _separate_halves(rows: Tensor, head_dim: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The decoder's logits equal transformers', however the tokens are cut into steps and wherever their blocks lie."""
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,8 +9,9 @@ transformers = pytest.importorskip("transformers")
 from trioengine_kernels.paged_attention import plan_attention  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
-from trioengine.models.decoder import DecoderInput, LayerKVCache  # noqa: E402
-from trioengine.models.loader import load_model  # noqa: E402
+from trioengine.models.decoder import Decoder, DecoderInput, LayerKVCache  # noqa: E402
+from trioengine.models.loader import LoadedModel, load_model  # noqa: E402
+from trioengine.models.rope import inverse_frequencies  # noqa: E402
 
 BLOCK_SIZE = 4
 TINY = {
@@ -157,3 +159,31 @@ def test_only_the_wanted_rows_get_logits(models) -> None:
             logit_rows=torch.tensor([2]),
         )
         assert ours.decoder.forward(batch, driver.cache).shape == (1, TINY["vocab_size"])
+
+
+def without_biases(weights, kind):
+    return attrs.evolve(weights, layers=[attrs.evolve(layer, **{kind: None}) for layer in weights.layers])
+
+
+def without_scaling(config):
+    return inverse_frequencies(attrs.evolve(config, rope_scaling=None))
+
+
+MUTATIONS = {
+    "llama": lambda c, w: (attrs.evolve(c, rms_norm_epsilon=1e-5), w),
+    "llama without groups": lambda c, w: (attrs.evolve(c, rms_norm_epsilon=1e-5), w),
+    "llama untied, biased, other head size": lambda c, w: (c, without_biases(w, "output_bias")),
+    "llama rope linear": lambda c, w: (c, attrs.evolve(w, inverse_frequencies=without_scaling(c))),
+    "llama rope llama3": lambda c, w: (c, attrs.evolve(w, inverse_frequencies=without_scaling(c))),
+    "mistral with a window": lambda c, w: (attrs.evolve(c, sliding_window=8), w),
+    "qwen2": lambda c, w: (c, without_biases(w, "qkv_bias")),
+    "qwen2 tied": lambda c, w: (c, attrs.evolve(w, head=w.head.flip(0))),
+}
+
+
+def test_a_switch_that_is_set_wrong_shows(request, models) -> None:
+    """The comparison would notice each of the differences between models: none of them is dead."""
+    theirs, ours = models
+    config, weights = MUTATIONS[request.node.callspec.params["models"]](ours.config, ours.decoder.weights)
+    with pytest.raises(AssertionError):
+        check((theirs, LoadedModel(config, Decoder(config, weights))), [[40]], [40])
