@@ -22,6 +22,7 @@ from trioengine.errors import EngineDeadError, EngineStartError, TrioEngineError
 from trioengine.runtime.launch import CoreLaunch, read_launch
 from trioengine.runtime.status_page import StatusPage
 from trioengine.runtime.step_loop import Core, run_step_loop
+from trioengine.transport.address import Endpoint
 from trioengine.transport.topology import connect_dealer
 from trioengine.transport.zmq_blocking import BlockingSocket
 from trioengine.types.codec import encode, error_to_data
@@ -57,7 +58,7 @@ def main(build: BuildCore) -> int:
     except EOFError:
         return 1
     page = StatusPage(launch.page_fd)
-    threading.Thread(target=_watch, args=(launch_fd, page), name="watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(launch_fd, page, launch.endpoint), name="watch", daemon=True).start()
     socket = connect_dealer(launch.endpoint, launch.rank)
     try:
         return _run(build, launch, socket, page)
@@ -106,13 +107,14 @@ def _say_last_words(socket: BlockingSocket, error: TrioEngineError) -> None:
     socket.close(linger_s=LAST_WORDS_TIMEOUT_S)
 
 
-def _watch(launch_fd: int, page: StatusPage) -> None:
+def _watch(launch_fd: int, page: StatusPage, endpoint: Endpoint) -> None:
     """Tick until the parent is gone, then end the process, whatever its other threads do."""
     poller = select.poll()
     poller.register(launch_fd, select.POLLIN | select.POLLHUP)
     while not poller.poll(TICK_INTERVAL_S * 1000):
         page.tick()
-    # The parent writes nothing after the launch, so this is the end of the pipe.
+    # The parent writes nothing after the launch, so this is the end of the pipe. It may have had no time to clean up.
+    endpoint.remove()
     os._exit(1)
 
 
