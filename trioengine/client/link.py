@@ -108,7 +108,9 @@ class CoreLink:
                     await trio.lowlevel.checkpoint()
                 if self._frontend.has_aborts:
                     self.aborts_are_due()
-                # Readers run between two steps, so that they take one output for each.
+                # Readers run between two steps, so that they take one output for each. Twice, because Trio runs the
+                # tasks of one turn in any order: after the second all have run that were awake at the first.
+                await trio.lowlevel.checkpoint()
                 await trio.lowlevel.checkpoint()
             case EngineDead():
                 self._last_words = error_from_data(message.error)
