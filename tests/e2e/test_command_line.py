@@ -1,0 +1,117 @@
+"""The commands as a person runs them, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trioengine.testing.served_process import ServedProcess, trioengine_command
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240
+FRONTEND_KEYS = {
+    "output_tokens_per_s",
+    "cpu_us_per_token",
+    "cpu_us_per_request",
+    "outputs_per_token",
+    "delivery_p50_ms",
+    "delivery_p99_ms",
+    "abort_ms",
+}
+LOAD_KEYS = {
+    "output_tokens_per_s",
+    "prefill_tokens_per_s",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "itl_p50_ms",
+    "itl_p99_ms",
+}
+
+
+def run(*arguments: str, text: str = "", environment: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+    """Standard output of a command that succeeds."""
+    done = subprocess.run(
+        [*trioengine_command(), *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**os.environ, **(environment or {})},
+        cwd=cwd,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("mode", "keys"), [("client", FRONTEND_KEYS), ("http", FRONTEND_KEYS | {"cpu_us_per_chunk"})])
+def test_bench_frontend_reports_exactly_its_keys(mode: str, keys: set[str]) -> None:
+    words = ["--streams", "4", "--tokens", "8", "--mode", mode, "--pace-ms", "10", "--json"]
+    figures = json.loads(run("bench", "frontend", *words))
+    assert set(figures) == keys
+    assert 0 < figures["outputs_per_token"] <= 1
+    assert figures["cpu_us_per_token"] > 0
+
+
+def test_bench_serve_loads_our_own_server(server: ServedProcess) -> None:
+    words = ["--concurrency", "2", "--num-prompts", "3", "--input-len", "9", "--output-len", "4", "--json"]
+    figures = json.loads(run("bench", "serve", "--base-url", server.url, *words))
+    assert set(figures) == LOAD_KEYS
+    assert all(value > 0 for value in figures.values())
+
+
+def test_generate_answers_and_continues() -> None:
+    pytest.importorskip("torch")
+    answer = run("generate", "What is the capital of Japan?", "--temperature", "0", "--max-tokens", "20")
+    assert "Tokyo" in answer
+
+
+@pytest.mark.slow
+def test_chat_answers_line_after_line_until_the_input_ends() -> None:
+    pytest.importorskip("torch")
+    said = run("chat", "--temperature", "0", "--max-tokens", "20", text="What is the capital of Japan?\nThank you.\n")
+    _, first, second, rest = said.split("> ")
+    assert "Tokyo" in first
+    assert second.strip()
+    assert rest.strip() == ""
+
+
+@pytest.mark.slow
+def test_bench_offline_reports_exactly_its_keys() -> None:
+    pytest.importorskip("torch")
+    words = ["--num-prompts", "2", "--input-len", "9", "--output-len", "4", "--json"]
+    figures = json.loads(run("bench", "offline", *words))
+    assert set(figures) == LOAD_KEYS
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
+    """Built, installed into an empty folder and run from there: nothing is taken from the working tree."""
+    pytest.importorskip("torch")
+    wheels, installed = tmp_path / "wheels", tmp_path / "installed"
+    pip = [sys.executable, "-P", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", wheels, ROOT], check=True, timeout=TIMEOUT_S)
+    (wheel,) = wheels.glob("trioengine-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", installed, wheel], check=True, timeout=TIMEOUT_S)
+    environment = {"PYTHONPATH": str(installed)}
+
+    program = (
+        "import importlib.util, trioengine, trioengine_kernels, trioengine.worker\n"
+        "assert importlib.util.find_spec('kernels') is None\n"
+        "print(trioengine.__file__, trioengine_kernels.__file__)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, **environment},
+        cwd=tmp_path,
+    ).stdout.split()
+    assert all(Path(path).is_relative_to(installed) for path in loaded)
+    answer = run("generate", "Hello", "--max-tokens", "2", environment=environment, cwd=tmp_path)
+    assert answer.strip()
