@@ -77,6 +77,13 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self._send(client, prompt, sampling, seed, tuple(ends[:num_eos]))
 
+    @rule(client=CLIENTS, num_requests=st.integers(2, 5), num_prompt_tokens=st.integers(1, 6), seed=st.integers(0, 3))
+    def add_several(self, client: int, num_requests: int, num_prompt_tokens: int, seed: int) -> None:
+        """Send enough requests with long answers that blocks run out while others wait."""
+        for index in range(num_requests):
+            prompt = [(index + position) % VOCAB_SIZE for position in range(num_prompt_tokens)]
+            self._send(client, prompt, SamplingParams(max_tokens=8), seed, ())
+
     @rule(client=CLIENTS, prompt=st.sampled_from([[], [VOCAB_SIZE], [-1], [0] * 50]))
     def add_invalid(self, client: int, prompt: list[int]) -> None:
         """Send a request that must be refused."""
@@ -170,6 +177,7 @@ class CoreMachine(RuleBasedStateMachine):
         # The oldest are computed, all of them in every step: nobody is overtaken, so nobody starves.
         assert scheduled == [request.sequence_id for request in before[: len(scheduled)]]
         assert scheduled or not before
+        assert not set(scheduled) & set(plan.removed)
 
     def _check(self, sent: Sent) -> None:
         answer, request = sent.answer, sent.request

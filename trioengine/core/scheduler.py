@@ -101,7 +101,6 @@ class Scheduler:
         """The next step. Its `scheduled` is one entry for each running request, in order."""
         budget = self._config.max_num_batched_tokens
         block_size = self._config.block_size
-        num_removed = len(self._removed)
         scheduled: list[ScheduledSequence] = []
         # Making room takes requests from the list's end only, so the loop then just ends earlier.
         for request in self._running:
@@ -119,8 +118,9 @@ class Scheduler:
             work.num_tokens = num_tokens
             budget -= num_tokens
             scheduled.append(work)
-        is_preempting = len(self._removed) > num_removed
-        new = [] if is_preempting else self._admit(budget, scheduled)
+        # Nobody preempted just now comes back here: one is preempted when no block is free, at least one of its blocks
+        # is then taken or was not enough, and being the first of the queue, it needs no fewer than it had.
+        new = self._admit(budget, scheduled)
         plan = StepPlan(self._step, scheduled, new, removed=self._removed)
         self._step += 1
         self._removed = []
