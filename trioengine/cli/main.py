@@ -30,6 +30,9 @@ COMMANDS = {
 }
 """Subcommand -> what it does. Each is a module of this package with `add_arguments` and `run`."""
 
+QUIET_COMMANDS = ("generate", "chat", "bench")
+"""A person reads their output: of the log only what went wrong is shown, unless `TRIOENGINE_LOG_LEVEL` says more."""
+
 
 class Command(Protocol):
     """What the module of a subcommand has."""
@@ -51,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = _parser().parse_args(words[:1]).command
     try:
+        if name in QUIET_COMMANDS:
+            env.set_default_log_level("warning")
         logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         command = cast(Command, importlib.import_module(f"trioengine.cli.{name}"))
         parser = argparse.ArgumentParser(prog=f"trioengine {name}", description=COMMANDS[name], allow_abbrev=False)

@@ -48,6 +48,11 @@ def log_level() -> str:
     return level
 
 
+def set_default_log_level(level: str) -> None:
+    """Make this the level of this process and those it starts, unless the user has set one."""
+    os.environ.setdefault(LOG_LEVEL_VARIABLE, level)
+
+
 def let_compute_threads_sleep() -> None:
     """Make OpenMP's threads sleep while they wait for each other. Does nothing once torch is loaded.
 

@@ -53,3 +53,12 @@ def test_without_a_limit_the_machine_itself_counts(cgroup: Path, content: str | 
     facts = env.hardware_facts()
     assert facts.num_cpus >= 1
     assert facts.ram_bytes > 2**28
+
+
+def test_a_default_log_level_gives_way_to_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIOENGINE_LOG_LEVEL", "debug")
+    env.set_default_log_level("warning")
+    assert env.log_level() == "debug"
+    monkeypatch.delenv("TRIOENGINE_LOG_LEVEL")
+    env.set_default_log_level("warning")
+    assert env.log_level() == "warning"
