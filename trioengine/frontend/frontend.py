@@ -213,6 +213,8 @@ class Frontend:
             is_stopped = True
         if is_stopped:
             self._forget(state)
+        elif finished is not None:
+            self._unname(state)  # Its slot is freed when the whole message has been handled.
 
     def _receive_finished(self, finished: Finished) -> None:
         """Free the slot. The request's reader has had its last output, unless no row came with this."""

@@ -1,0 +1,166 @@
+"""Every rule is applied before anything is sent, and what was changed to make a request fit is said."""
+
+import random
+
+import attrs
+import pytest
+
+from trioengine.errors import PromptTooLongError, RequestError
+from trioengine.frontend.input_processor import LONG_PROMPT_CHARS, InputProcessor
+from trioengine.testing.fake_tokenizer import END_TOKEN, FakeTokenizer
+from trioengine.types.messages import ModelFacts
+from trioengine.types.params import SamplingParams
+from trioengine.types.request import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokensPrompt
+
+VOCAB_SIZE = 257
+PROCESSOR = InputProcessor(FakeTokenizer(), ModelFacts(max_model_len=10, vocab_size=VOCAB_SIZE, eos_token_ids=(256,)))
+
+
+def refusal(request: GenerateRequest) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        PROCESSOR.process(request)
+    return caught.value
+
+
+def test_a_text_is_tokenized() -> None:
+    processed = PROCESSOR.process(GenerateRequest("abc", SamplingParams(max_tokens=2)))
+    assert processed.prompt_token_ids == (97, 98, 99)
+    assert processed.sampling.max_tokens == 2
+    assert processed.warnings == ()
+    assert processed.eos_token_ids == (256,)
+
+
+def test_end_tokens_in_a_text_are_text() -> None:
+    """Case 27: a user cannot end anything by writing a control token."""
+    processor = attrs.evolve(PROCESSOR, model=ModelFacts(1000, VOCAB_SIZE, (256,)))
+    assert 256 not in processor.process(GenerateRequest(f"a{END_TOKEN}")).prompt_token_ids
+    chat = ChatPrompt([{"role": "user", "content": END_TOKEN}])
+    processed = processor.process(GenerateRequest(chat))
+    assert processed.prompt_token_ids.count(256) == 1  # The template's own.
+    assert processed.prompt_token_ids[-len("assistant: ") :] == tuple(b"assistant: ")
+
+
+def test_a_chat_may_be_without_generation_prompt() -> None:
+    processor = attrs.evolve(PROCESSOR, model=ModelFacts(1000, VOCAB_SIZE, (256,)))
+    chat = ChatPrompt([{"role": "user", "content": "x"}], add_generation_prompt=False)
+    assert processor.process(GenerateRequest(chat)).prompt_token_ids == (*b"user: x", 256)
+
+
+def test_tokens_are_taken_as_they_are() -> None:
+    assert PROCESSOR.process(GenerateRequest([0, 256])).prompt_token_ids == (0, 256)
+    assert PROCESSOR.process(GenerateRequest(TokensPrompt((5,)))).prompt_token_ids == (5,)
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**31, 1.0, "1", None, True])
+def test_a_token_id_that_is_none_is_refused_by_its_place(token_id: int) -> None:
+    error = refusal(GenerateRequest(TokensPrompt([1, token_id])))
+    assert error.param == "prompt[1]"
+    assert str(VOCAB_SIZE - 1) in error.message
+
+
+@pytest.mark.parametrize("prompt", [TextPrompt(""), TokensPrompt([])])
+def test_an_empty_prompt_is_refused(prompt: Prompt) -> None:
+    assert refusal(GenerateRequest(prompt)).param == "prompt"
+
+
+def test_no_messages_are_refused() -> None:
+    assert refusal(GenerateRequest(ChatPrompt([]))).param == "messages"
+
+
+@pytest.mark.parametrize(("num_tokens", "param"), [(10, "prompt"), (11, "prompt")])
+def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(num_tokens: int, param: str) -> None:
+    """Case 41."""
+    error = refusal(GenerateRequest("x" * num_tokens))
+    assert isinstance(error, PromptTooLongError)
+    assert (error.num_prompt_tokens, error.max_model_len, error.param) == (num_tokens, 10, param)
+    assert str(num_tokens) in str(error)
+
+
+def test_messages_that_fill_the_context_are_refused_as_messages() -> None:
+    error = refusal(GenerateRequest(ChatPrompt([{"role": "user", "content": "x" * 20}])))
+    assert isinstance(error, PromptTooLongError)
+    assert error.param == "messages"
+
+
+def test_max_tokens_above_what_is_left_is_lowered_and_the_caller_is_told() -> None:
+    processed = PROCESSOR.process(GenerateRequest("abc", SamplingParams(max_tokens=32_000)))
+    assert processed.sampling.max_tokens == 7
+    (warning,) = processed.warnings
+    assert "32000" in warning
+    assert "7" in warning
+
+
+def test_max_tokens_unset_is_what_is_left_without_a_warning() -> None:
+    processed = PROCESSOR.process(GenerateRequest("x" * 9, SamplingParams(max_tokens=None)))
+    assert processed.sampling.max_tokens == 1
+    assert processed.warnings == ()
+
+
+def test_min_tokens_that_do_not_fit_are_refused() -> None:
+    assert refusal(GenerateRequest("abc", SamplingParams(max_tokens=None, min_tokens=8))).param == "min_tokens"
+    assert refusal(GenerateRequest("abc", SamplingParams(max_tokens=9, min_tokens=8))).param == "min_tokens"
+    assert PROCESSOR.process(GenerateRequest("abc", SamplingParams(max_tokens=9, min_tokens=7))).warnings
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (SamplingParams(stop_token_ids=(0, VOCAB_SIZE)), "stop_token_ids[1]"),
+        (SamplingParams(stop_token_ids=(-1,)), "stop_token_ids[0]"),
+        (SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), f"logit_bias[{VOCAB_SIZE}]"),
+        (SamplingParams(logit_bias={-1: 1.0}), "logit_bias[-1]"),
+        (SamplingParams(temperature=float("nan")), "temperature"),
+        (SamplingParams(stop=""), "stop[0]"),
+    ],
+)
+def test_parameters_are_checked_against_the_vocabulary(sampling: SamplingParams, param: str) -> None:
+    """Case 34."""
+    assert refusal(GenerateRequest("abc", sampling)).param == param
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (GenerateRequest("a\ud800"), None),
+        (GenerateRequest("a", request_id="\ud800"), "request_id"),
+        (GenerateRequest("a", SamplingParams(stop="\udfff")), "stop[0]"),
+    ],
+)
+def test_lone_surrogates_are_refused_wherever_they_are(request_: GenerateRequest, param: str | None) -> None:
+    """Case 42: they are no characters, and could not be sent."""
+    error = refusal(request_)
+    assert error.param == param
+    assert "surrogate" in str(error)
+
+
+def test_a_null_byte_is_a_character() -> None:
+    assert PROCESSOR.process(GenerateRequest("\0")).prompt_token_ids == (0,)
+
+
+def test_ignore_eos_gives_the_core_no_end_tokens() -> None:
+    assert PROCESSOR.process(GenerateRequest("a", SamplingParams(ignore_eos=True))).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(("seed", "sent"), [(0, 0), (7, 7), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
+def test_a_seed_is_kept_as_64_unsigned_bits(seed: int, sent: int) -> None:
+    assert PROCESSOR.process(GenerateRequest("a", SamplingParams(seed=seed))).seed == sent
+
+
+def test_seeds_and_ids_are_drawn_when_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (PROCESSOR.process(GenerateRequest("a")) for _ in range(2))
+    assert first.external_id != second.external_id
+    assert first.seed != second.seed
+    monkeypatch.setattr(random, "getrandbits", lambda bits: 2**bits - 1)
+    assert PROCESSOR.process(GenerateRequest("a")).seed == 2**64 - 1
+    assert PROCESSOR.process(GenerateRequest("a", request_id="mine")).external_id == "mine"
+
+
+def test_long_prompts_are_recognized_before_they_are_tokenized() -> None:
+    long, short = "x" * (LONG_PROMPT_CHARS + 1), "x" * LONG_PROMPT_CHARS
+    assert PROCESSOR.is_long(GenerateRequest(long))
+    assert not PROCESSOR.is_long(GenerateRequest(short))
+    assert PROCESSOR.is_long(GenerateRequest([1] * (8 * LONG_PROMPT_CHARS + 1)))
+    assert not PROCESSOR.is_long(GenerateRequest([1] * 100))
+    halves = [{"role": "user", "content": "x" * (LONG_PROMPT_CHARS // 2 + 1)}] * 2
+    assert PROCESSOR.is_long(GenerateRequest(ChatPrompt(halves)))
+    assert not PROCESSOR.is_long(GenerateRequest(ChatPrompt([{"role": "user", "content": None}, {"role": "user"}])))
