@@ -1,23 +1,11 @@
-"""What a process of ours may do to itself, and an embedded engine may not: the collector, signals."""
+"""What a command may do to its process, and an embedded engine may not: take signals."""
 
-import gc
 import signal
 from collections.abc import Callable
 
 import trio
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def tune_garbage_collector() -> None:
-    """Make cyclic collection rare, once what lives for good is there.
-
-    It is half the cost of the output path otherwise: thousands of small objects per second live for a moment, none of
-    them in a cycle.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 async def watch_stop_signals(

@@ -3,22 +3,21 @@
 import argparse
 import functools
 import sys
-from typing import Any, cast
 
 import attrs
 import trio
 
 from trioengine.cli.main import EXIT_INTERRUPTED
 from trioengine.cli.options import add_engine_options, add_section, engine_config_from, section_from
-from trioengine.cli.process import tune_garbage_collector, watch_stop_signals
+from trioengine.cli.process import watch_stop_signals
 from trioengine.cli.progress import Progress
 from trioengine.client import open_engine
 from trioengine.client.interface import EngineClient
 from trioengine.config import EngineConfig, ServerConfig
-from trioengine.config.options import to_dict
-from trioengine.errors import EngineDeadError
+from trioengine.errors import EngineClosedError, EngineDeadError
+from trioengine.runtime.collector import tune_garbage_collector
 from trioengine.server.app import create_app
-from trioengine.server.serve import ServeConfig, serve
+from trioengine.server.serve import serve
 
 HEALTH_INTERVAL_S = 0.5
 LAST_EVENTS_TIMEOUT_S = 1.0
@@ -46,7 +45,7 @@ class _Service:
         self._shutdown = trio.Event()
         self._is_serving = False
         self._exit_status = 0
-        self._death: EngineDeadError | None = None
+        self._death: EngineDeadError | EngineClosedError | None = None
 
     async def run(self) -> int:
         with self._everything:
@@ -82,9 +81,7 @@ class _Service:
         stop = trio.Event()
         app = create_app(engine, shutdown=self._shutdown, stop=stop, is_strict=self._server_config.strict)
         timeout_s = self._server_config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S
-        names = {field.name for field in attrs.fields(ServeConfig)}
-        shared = {name: value for name, value in to_dict(self._server_config).items() if name in names}
-        config = ServeConfig(**cast("dict[str, Any]", {**shared, "shutdown_timeout_s": timeout_s}))
+        config = attrs.evolve(self._server_config, shutdown_timeout_s=timeout_s)
         async with trio.open_nursery() as watching:
             watching.start_soon(self._watch_engine, engine)
             watching.start_soon(self._end_drain, stop)
@@ -103,10 +100,8 @@ class _Service:
 
     async def _watch_engine(self, engine: EngineClient) -> None:
         """A server without an engine ends, after its streams have got their error events."""
-        while self._death is None:
+        # A core that merely hangs, or was stopped, fails health checks until it goes on; that is not the end.
+        while engine.dead_error is None:  # noqa: ASYNC110
             await trio.sleep(HEALTH_INTERVAL_S)
-            try:
-                engine.check_health()
-            except EngineDeadError as error:
-                self._death = error
-                self._shutdown.set()
+        self._death = engine.dead_error
+        self._shutdown.set()

@@ -17,7 +17,7 @@ from trioengine.client.link import CoreLink, OnProgress
 from trioengine.client.stream import RequestStream
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
-from trioengine.errors import EngineClosedError, TrioEngineError
+from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
 from trioengine.frontend.frontend import Frontend, PendingCall
 from trioengine.frontend.input_processor import InputProcessor, ProcessedRequest
 from trioengine.runtime.core_handle import CORE_MODULE, CoreHandle
@@ -107,6 +107,11 @@ class Engine:
         reply = _Reply[R]()
         self._link.send(self._frontend.add_call(call, PendingCall(type(call), reply.set_value, reply.set_error)))
         return await reply.wait()
+
+    @property
+    def dead_error(self) -> EngineDeadError | EngineClosedError | None:
+        """Why nothing can be asked any more, for good; None while the engine lives, and while it may recover."""
+        return self._frontend.dead_error
 
     def check_health(self) -> None:
         """Return while the core lives and makes progress.

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import Call, ModelFacts
 from trioengine.types.output import RequestOutput
@@ -79,6 +80,11 @@ class EngineClient(Protocol):
 
     async def call(self, call: Call[R]) -> R:
         """Run an operation on the core and return its typed reply. Cancelling stops the waiting, not the operation."""
+        ...
+
+    @property
+    def dead_error(self) -> EngineDeadError | EngineClosedError | None:
+        """Why nothing can be asked any more, for good; None while the engine lives, and while it may recover."""
         ...
 
     def check_health(self) -> None:

@@ -40,17 +40,17 @@ class ServerConfig:
     )
     keep_alive_timeout_s: float = attrs.field(
         default=75.0,
-        validator=number(0.1),
+        validator=number(0.001),
         metadata=documented("Seconds after which a connection without a request is closed."),
     )
     header_timeout_s: float = attrs.field(
         default=20.0,
-        validator=number(0.1),
+        validator=number(0.001),
         metadata=documented("Seconds that a client has to send the head of a request it has begun."),
     )
     write_timeout_s: float = attrs.field(
         default=60.0,
-        validator=number(0.1),
+        validator=number(0.001),
         metadata=documented("Seconds after which a client that does not read is disconnected."),
     )
     shutdown_timeout_s: float = attrs.field(

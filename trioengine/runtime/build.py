@@ -41,7 +41,7 @@ def build_engine_core(
     model = read_model_config(location)
     resolved = resolve(config, model_shape(model), env.hardware_facts())
     for reason in resolved.reasons.items():
-        logger.info("%s = %s", *reason)
+        logger.debug("%s = %s", *reason)
     executor = load_executor(location, resolved, lambda fraction: progress("loading the weights", fraction))
     core = EngineCore(_core_config(resolved, model), executor)
     facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids)

@@ -4,7 +4,6 @@ It reads its `CoreLaunch`, loads the model while it reports progress, says `Read
 thread beside it ticks, and ends the process when the parent is gone, also in the middle of a step.
 """
 
-import gc
 import logging
 import os
 import select
@@ -19,6 +18,7 @@ import attrs
 
 from trioengine.config import env
 from trioengine.errors import EngineDeadError, EngineStartError, TrioEngineError
+from trioengine.runtime.collector import tune_garbage_collector
 from trioengine.runtime.launch import CoreLaunch, read_launch
 from trioengine.runtime.status_page import StatusPage
 from trioengine.runtime.step_loop import Core, run_step_loop
@@ -84,10 +84,7 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
         _say_last_words(socket, error if isinstance(error, TrioEngineError) else EngineStartError(message))
         return 1
     try:
-        # What lives now lives for good: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
+        tune_garbage_collector()
         send(built.ready)
         run_step_loop(built.core, [socket], page)
     except Exception as error:  # The border of the process, as above.
@@ -101,8 +98,9 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
 
 def _say_last_words(socket: BlockingSocket, error: TrioEngineError) -> None:
     """Log why this process ends, and tell the front end, waiting a moment for it to listen."""
-    is_ours_to_explain = isinstance(error, (EngineStartError, EngineDeadError))
-    logger.error("%s", error, exc_info=is_ours_to_explain)
+    if isinstance(error, (EngineStartError, EngineDeadError)):
+        # The parent tells its caller in one line. Where in the code it happened, only this log says.
+        logger.error("%s", error, exc_info=True)
     socket.try_send((encode(EngineDead(error_to_data(error))),))
     socket.close(linger_s=LAST_WORDS_TIMEOUT_S)
 

@@ -11,6 +11,7 @@ connections.
 import contextlib
 import logging
 import socket
+import ssl
 from typing import Any, cast
 
 import attrs
@@ -21,7 +22,7 @@ from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import AppWrapper, ConnectionState, TaskGroup
 
-from trioengine.server.config import ServeConfig
+from trioengine.config.server import ServerConfig
 from trioengine.server.handlers import Handlers
 from trioengine.server.http1 import Http1Protocol
 
@@ -45,7 +46,8 @@ class Service:
     """What all connections of one server share."""
 
     app: AppWrapper
-    config: ServeConfig
+    config: ServerConfig
+    tls: ssl.SSLContext | None
     hypercorn_config: HypercornConfig
     context: WorkerContext
     """Its `terminated` event is set when the server drains."""
@@ -100,16 +102,16 @@ class Connection:
     def abort(self) -> None:
         """End now, whatever is in flight. An open WebSocket is told, if the kernel takes the bytes at once."""
         protocol = self._protocol
-        if isinstance(protocol, Http1Protocol) and self._config.tls is None and not self._write_lock.locked():
+        if isinstance(protocol, Http1Protocol) and self._service.tls is None and not self._write_lock.locked():
             # Gone already, or it does not read: then it will see the end of the connection.
             with contextlib.suppress(OSError):
                 self._sock.send(protocol.goodbye())
         self._scope.cancel()
 
     async def _shake_hands(self) -> bool:
-        if self._config.tls is None:
+        if self._service.tls is None:
             return True
-        stream = trio.SSLStream(self._transport, self._config.tls, server_side=True, https_compatible=True)
+        stream = trio.SSLStream(self._transport, self._service.tls, server_side=True, https_compatible=True)
         try:
             with trio.fail_after(self._config.header_timeout_s):
                 await stream.do_handshake()
@@ -141,7 +143,7 @@ class Connection:
             self._service.context,
             cast(TaskGroup, Handlers(nursery)),  # Only its context manager is missing, which no protocol uses.
             ConnectionState(self._service.state),
-            self._config.tls is not None,
+            self._service.tls is not None,
             _address(self._sock.family, self._sock.getpeername()),
             _address(self._sock.family, self._sock.getsockname()),
             self._on_protocol_event,

@@ -7,6 +7,7 @@ signal handler, changes no logging, keeps no global state: several servers can r
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Sequence
 
 import trio
@@ -15,13 +16,11 @@ from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework
 
-from trioengine.errors import ServerStartError
+from trioengine.config.server import ServerConfig
+from trioengine.errors import ConfigError, ServerStartError
 from trioengine.server.body_limit import BodyLimit
-from trioengine.server.config import ServeConfig
 from trioengine.server.connection import Connection, Service
 from trioengine.server.lifespan import open_lifespan
-
-__all__ = ["ServeConfig", "serve"]
 
 ACCEPT_RETRY_S = 0.1
 _BACKLOG = 1024
@@ -32,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 async def serve(
     app: ASGIFramework,
-    config: ServeConfig,
+    config: ServerConfig,
     *,
     shutdown: trio.Event | None = None,
     listeners: Sequence[socket.socket] | None = None,
+    tls: ssl.SSLContext | None = None,
+    http2: bool = False,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `app` until `shutdown` is set and the last request has ended.
@@ -48,17 +49,25 @@ async def serve(
         app: any ASGI 3 application. Its handlers run in their connection's nursery, and a client's disconnect
             arrives as `http.disconnect` at once; a handler that goes on for a second after that is cancelled.
         listeners: bound TCP sockets to listen on instead of `config.host` and `config.port`. `serve` closes them.
+        tls: a server-side context with its certificate loaded. Its ALPN protocols are set here.
+        http2: offer HTTP/2 by ALPN. Needs `tls`: in clear text HTTP/2 is always refused.
         task_status: gets the addresses as URLs once connections are accepted.
 
     Raises:
+        ConfigError: `http2` without `tls`.
         ServerStartError: the address cannot be bound, or the application's startup failed.
     """
+    if http2 and tls is None:
+        raise ConfigError("http2 needs tls: HTTP/2 is chosen by ALPN only", option="http2")
+    if tls is not None:
+        tls.set_alpn_protocols(["h2", "http/1.1"] if http2 else ["http/1.1"])
     sockets = await _bind(config) if listeners is None else list(listeners)
     try:
         async with open_lifespan(app, config.shutdown_timeout_s) as state:
             service = Service(
                 app=ASGIWrapper(BodyLimit(app, config.max_body_bytes)),
                 config=config,
+                tls=tls,
                 hypercorn_config=_hypercorn_config(config),
                 context=WorkerContext(max_requests=None),
                 state=state,
@@ -84,7 +93,7 @@ class _Server:
                     sock.setblocking(False)
                     sock.listen(_BACKLOG)
                     accepting.start_soon(self._accept, sock, nursery)
-                task_status.started([_url(sock, self._service.config) for sock in self._sockets])
+                task_status.started([_url(sock, is_tls=self._service.tls is not None) for sock in self._sockets])
                 await shutdown.wait()
                 accepting.cancel_scope.cancel()
             _close(self._sockets)
@@ -132,7 +141,7 @@ class _Server:
             self._one_has_ended = trio.Event()
 
 
-async def _bind(config: ServeConfig) -> list[socket.socket]:
+async def _bind(config: ServerConfig) -> list[socket.socket]:
     try:
         listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=_BACKLOG)
     except OSError as error:
@@ -148,13 +157,13 @@ def _close(sockets: Sequence[socket.socket]) -> None:
             sock.close()
 
 
-def _url(sock: socket.socket, config: ServeConfig) -> str:
-    scheme = "http" if config.tls is None else "https"
+def _url(sock: socket.socket, *, is_tls: bool) -> str:
+    scheme = "https" if is_tls else "http"
     host, port = sock.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"
 
 
-def _hypercorn_config(config: ServeConfig) -> HypercornConfig:
+def _hypercorn_config(config: ServerConfig) -> HypercornConfig:
     hypercorn_config = HypercornConfig()
     # Without targets Hypercorn makes no loggers: what there is to say is logged here, by `logging`'s own rules.
     hypercorn_config.accesslog = None
@@ -162,6 +171,4 @@ def _hypercorn_config(config: ServeConfig) -> HypercornConfig:
     hypercorn_config.include_server_header = False
     hypercorn_config.h11_max_incomplete_size = config.max_header_bytes
     hypercorn_config.h2_max_header_list_size = config.max_header_bytes
-    if config.tls is not None:
-        config.tls.set_alpn_protocols(["h2", "http/1.1"] if config.http2 else ["http/1.1"])
     return hypercorn_config

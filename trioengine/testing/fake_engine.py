@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import attrs
 import trio
 
-from trioengine.errors import EngineClosedError, TrioEngineError
+from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import Call, CoreLoad, GetLoad, ModelFacts
 from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
@@ -78,6 +78,11 @@ class FakeEngine:
         if not isinstance(call, GetLoad):
             raise NotImplementedError(f"the fake engine cannot {type(call).__name__}")
         return cast(Any, self.load)
+
+    @property
+    def dead_error(self) -> EngineDeadError | EngineClosedError | None:
+        """`health_error`, where it is for good."""
+        return self.health_error if isinstance(self.health_error, (EngineDeadError, EngineClosedError)) else None
 
     def check_health(self) -> None:
         """Raises `health_error`."""

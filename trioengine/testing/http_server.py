@@ -3,12 +3,13 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from socket import socket
+from ssl import SSLContext
 
 import attrs
 import trio
 from hypercorn.typing import ASGIFramework
 
-from trioengine.server.config import ServeConfig
+from trioengine.config.server import ServerConfig
 from trioengine.server.serve import serve
 
 TIME_LIMIT_S = 30.0
@@ -27,7 +28,12 @@ class RunningServer:
 
 @asynccontextmanager
 async def open_server(
-    app: ASGIFramework, config: ServeConfig | None = None, *, listeners: Sequence[socket] | None = None
+    app: ASGIFramework,
+    config: ServerConfig | None = None,
+    *,
+    listeners: Sequence[socket] | None = None,
+    tls: SSLContext | None = None,
+    http2: bool = False,
 ) -> AsyncGenerator[RunningServer]:
     """A running server; by default on a free port. Leaving the block cancels it; so do 30 s."""
     shutdown, stopped = trio.Event(), trio.Event()
@@ -35,7 +41,13 @@ async def open_server(
     async def run(*, task_status: trio.TaskStatus[list[str]]) -> None:
         try:
             await serve(
-                app, config or ServeConfig(port=0), shutdown=shutdown, listeners=listeners, task_status=task_status
+                app,
+                config or ServerConfig(port=0),
+                shutdown=shutdown,
+                listeners=listeners,
+                tls=tls,
+                http2=http2,
+                task_status=task_status,
             )
         finally:
             stopped.set()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -51,7 +51,7 @@ class ServedProcess:
 
 
 @contextlib.contextmanager
-def served_process(*arguments: str) -> Iterator[ServedProcess]:
+def served_process(*arguments: str) -> Generator[ServedProcess]:
     """A running `trioengine serve --port 0` with these further arguments; killed at the end if it still runs."""
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = subprocess.Popen(

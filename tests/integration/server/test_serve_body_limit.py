@@ -7,7 +7,7 @@ import trio
 from quart import request
 from quart_trio import QuartTrio
 
-from trioengine.server.serve import ServeConfig
+from trioengine.server.serve import ServerConfig
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import RawResponse, chunk_bytes, open_raw_http, request_bytes
 
@@ -40,7 +40,7 @@ def check_is_413(response: RawResponse) -> None:
 
 async def test_a_body_of_exactly_the_limit_passes() -> None:
     async with (
-        open_server(make_app(), ServeConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
+        open_server(make_app(), ServerConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
         open_raw_http(server.url) as client,
     ):
         assert (await client.request("POST", "/length", body=b"x" * LIMIT_BYTES)).body == b"%d" % LIMIT_BYTES
@@ -58,7 +58,7 @@ async def test_a_content_length_over_the_limit_is_413_before_the_body_is_sent() 
         is_called = True
 
     async with (
-        open_server(app, ServeConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
+        open_server(app, ServerConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
         open_raw_http(server.url) as client,
     ):
         length = str(LIMIT_BYTES + 1)
@@ -71,7 +71,7 @@ async def test_a_content_length_over_the_limit_is_413_before_the_body_is_sent() 
 async def test_a_client_that_reads_only_after_sending_everything_gets_the_413() -> None:
     """The server reads on for a while, or its reset would destroy the response on its way."""
     async with (
-        open_server(make_app(), ServeConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
+        open_server(make_app(), ServerConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
         open_raw_http(server.url) as client,
     ):
         await client.send_request("POST", "/length", body=bytes(8 * LIMIT_BYTES))
@@ -81,7 +81,7 @@ async def test_a_client_that_reads_only_after_sending_everything_gets_the_413() 
 
 async def test_a_chunked_body_over_the_limit_is_413_and_others_live_on() -> None:
     async with (
-        open_server(make_app(), ServeConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
+        open_server(make_app(), ServerConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
         open_raw_http(server.url) as bystander,
         open_raw_http(server.url) as client,
     ):
@@ -106,7 +106,7 @@ async def test_a_body_over_the_limit_after_the_response_started_cuts_the_respons
             ended.set()
 
     async with (
-        open_server(app, ServeConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
+        open_server(app, ServerConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
         open_raw_http(server.url) as client,
     ):
         await client.send(request_bytes("POST", "/", headers=[("transfer-encoding", "chunked")]))
@@ -119,7 +119,7 @@ async def test_a_body_over_the_limit_after_the_response_started_cuts_the_respons
 @pytest.mark.parametrize(("num_bytes", "status"), [(100, 200), (LIMIT_BYTES + 1, 413)])
 async def test_a_client_that_expects_100_continue_is_answered(num_bytes: int, status: int) -> None:
     async with (
-        open_server(make_app(), ServeConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
+        open_server(make_app(), ServerConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
         open_raw_http(server.url) as client,
     ):
         headers = [("expect", "100-continue"), ("content-length", str(num_bytes))]

@@ -11,7 +11,7 @@ from quart_trio import QuartTrio
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.server.connection import NUM_WRITES_PER_CHECKPOINT
-from trioengine.server.serve import ServeConfig
+from trioengine.server.serve import ServerConfig
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import RawHttpClient, chunk_bytes, open_raw_http, request_bytes
 
@@ -245,7 +245,7 @@ async def test_a_client_that_does_not_read_is_dropped_after_the_write_timeout() 
             ended.set()
 
     async with (
-        open_server(endless, ServeConfig(port=0, write_timeout_s=0.1)) as server,
+        open_server(endless, ServerConfig(port=0, write_timeout_s=0.1)) as server,
         open_raw_http(server.url, receive_buffer_bytes=65536) as client,
     ):
         await client.send_request("GET", "/")

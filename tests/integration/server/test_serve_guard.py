@@ -2,7 +2,7 @@
 
 import ssl
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import h2.config
 import h2.connection
@@ -15,7 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import AcceptConnection, CloseConnection, Event, Request, TextMessage
 
-from trioengine.server.serve import ServeConfig
+from trioengine.server.serve import ServerConfig
 from trioengine.testing.http_server import RunningServer, open_server
 from trioengine.testing.raw_http import RawHttpClient, open_raw_http
 
@@ -132,7 +132,7 @@ async def test_a_failing_websocket_handler_closes_with_1011(caplog) -> None:
 
 
 async def test_an_open_websocket_is_told_that_the_server_goes_away() -> None:
-    config = ServeConfig(port=0, shutdown_timeout_s=0.05)
+    config = ServerConfig(port=0, shutdown_timeout_s=0.05)
     async with open_server(make_app(), config) as server, open_raw_http(server.url) as client:
         ws = WebSocketClient(client)
         await ws.connect("/echo")
@@ -209,15 +209,17 @@ async def open_tls(url: str, *, alpn: list[str]) -> AsyncGenerator[trio.SSLStrea
         yield stream
 
 
-def make_tls_config(*, http2: bool, max_body_bytes: int = 1000) -> ServeConfig:
+def open_tls_server(*, http2: bool) -> AbstractAsyncContextManager[RunningServer]:
     tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
-    return ServeConfig(port=0, tls=tls, http2=http2, max_body_bytes=max_body_bytes, shutdown_timeout_s=1000)
+    return open_server(
+        make_app(), ServerConfig(port=0, max_body_bytes=1000, shutdown_timeout_s=1000), tls=tls, http2=http2
+    )
 
 
 @pytest.mark.parametrize(("http2", "chosen"), [(True, "h2"), (False, "http/1.1")])
 async def test_http2_is_chosen_only_when_asked_for(http2: bool, chosen: str) -> None:
     async with (
-        open_server(make_app(), make_tls_config(http2=http2)) as server,
+        open_tls_server(http2=http2) as server,
         open_tls(server.url, alpn=["h2", "http/1.1"]) as stream,
     ):
         assert server.url.startswith("https://")
@@ -237,7 +239,7 @@ async def test_http2_is_chosen_only_when_asked_for(http2: bool, chosen: str) -> 
 
 async def test_an_idle_http2_connection_closes_at_once_on_shutdown() -> None:
     async with (
-        open_server(make_app(), make_tls_config(http2=True)) as server,
+        open_tls_server(http2=True) as server,
         open_tls(server.url, alpn=["h2"]) as stream,
     ):
         client = Http2Client(stream)
@@ -264,7 +266,7 @@ async def check_http2_bystander(server: RunningServer) -> AsyncGenerator[None]:
 
 async def test_http2_data_after_an_early_413_ends_at_most_this_connection() -> None:
     async with (
-        open_server(make_app(), make_tls_config(http2=True)) as server,
+        open_tls_server(http2=True) as server,
         check_http2_bystander(server),
         open_tls(server.url, alpn=["h2"]) as stream,
     ):
@@ -278,7 +280,7 @@ async def test_http2_data_after_an_early_413_ends_at_most_this_connection() -> N
 
 async def test_a_path_that_is_not_ascii_ends_at_most_this_connection() -> None:
     async with (
-        open_server(make_app(), make_tls_config(http2=True)) as server,
+        open_tls_server(http2=True) as server,
         check_http2_bystander(server),
         open_tls(server.url, alpn=["h2"]) as stream,
     ):
@@ -289,7 +291,7 @@ async def test_a_path_that_is_not_ascii_ends_at_most_this_connection() -> None:
 
 async def test_a_client_that_does_not_speak_tls_ends_its_own_connection_only() -> None:
     async with (
-        open_server(make_app(), make_tls_config(http2=True)) as server,
+        open_tls_server(http2=True) as server,
         check_http2_bystander(server),
         open_raw_http(server.url.replace("https", "http")) as client,
     ):

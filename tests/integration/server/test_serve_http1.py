@@ -12,9 +12,10 @@ from quart import request
 from quart_trio import QuartTrio
 from trio.testing import wait_all_tasks_blocked
 
+from trioengine.config.server import ServerConfig
 from trioengine.errors import ConfigError, ServerStartError
 from trioengine.server.connection import MAX_PAUSED_BYTES
-from trioengine.server.serve import ServeConfig, serve
+from trioengine.server.serve import serve
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import ConnectionEndedError, open_raw_http, request_bytes
 
@@ -60,7 +61,7 @@ async def test_one_connection_serves_many_requests() -> None:
 
 
 async def test_the_reported_address_has_the_real_port() -> None:
-    async with open_server(echo_scope, ServeConfig(host="127.0.0.1", port=0)) as server:
+    async with open_server(echo_scope, ServerConfig(host="127.0.0.1", port=0)) as server:
         assert server.url.startswith("http://127.0.0.1:")
         assert not server.url.endswith(":0")
 
@@ -78,18 +79,18 @@ async def test_an_address_in_use_is_an_error_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServerStartError, match=f"127.0.0.1 port {port}"):
-            await serve(echo_scope, ServeConfig(port=port))
+            await serve(echo_scope, ServerConfig(port=port))
 
 
 @pytest.mark.parametrize("option", ["max_body_bytes", "max_connections", "keep_alive_timeout_s", "header_timeout_s"])
 def test_a_limit_that_cannot_work_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
-        ServeConfig(**{option: 0})
+        ServerConfig(**{option: 0})
 
 
-def test_http2_without_tls_is_refused() -> None:
+async def test_http2_without_tls_is_refused() -> None:
     with pytest.raises(ConfigError, match="tls"):
-        ServeConfig(http2=True)
+        await serve(echo_scope, ServerConfig(port=0), http2=True)
 
 
 async def test_ten_pipelined_requests_are_answered_in_order() -> None:
@@ -135,7 +136,7 @@ async def test_far_too_many_pipelined_bytes_end_the_connection() -> None:
 @pytest.mark.parametrize("app", [make_quart_app(), echo_scope], ids=["quart", "raw"])
 async def test_an_idle_connection_is_closed_after_the_keep_alive_timeout(app) -> None:
     async with (
-        open_server(app, ServeConfig(port=0, keep_alive_timeout_s=0.05)) as server,
+        open_server(app, ServerConfig(port=0, keep_alive_timeout_s=0.05)) as server,
         open_raw_http(server.url) as client,
     ):
         assert (await client.request("GET", "/health")).status == 200
@@ -153,7 +154,7 @@ async def test_the_keep_alive_timeout_does_not_run_during_a_request() -> None:
 
     async with (
         open_server(
-            answer_when_released, ServeConfig(port=0, keep_alive_timeout_s=0.01, header_timeout_s=0.01)
+            answer_when_released, ServerConfig(port=0, keep_alive_timeout_s=0.01, header_timeout_s=0.01)
         ) as server,
         open_raw_http(server.url) as client,
         open_raw_http(server.url) as idle_client,
@@ -168,7 +169,7 @@ async def test_the_keep_alive_timeout_does_not_run_during_a_request() -> None:
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: test\r\n"])
 async def test_a_header_that_does_not_end_is_cut_after_the_header_timeout(sent: bytes) -> None:
     async with (
-        open_server(echo_scope, ServeConfig(port=0, header_timeout_s=0.05)) as server,
+        open_server(echo_scope, ServerConfig(port=0, header_timeout_s=0.05)) as server,
         open_raw_http(server.url) as client,
     ):
         await client.send(sent)
@@ -256,7 +257,7 @@ async def test_running_out_of_descriptors_does_not_end_the_server(caplog) -> Non
 
 async def test_connections_over_the_limit_wait_their_turn() -> None:
     async with (
-        open_server(echo_scope, ServeConfig(port=0, max_connections=1)) as server,
+        open_server(echo_scope, ServerConfig(port=0, max_connections=1)) as server,
         open_raw_http(server.url) as first,
         open_raw_http(server.url) as second,
     ):
@@ -275,7 +276,7 @@ async def test_a_failed_startup_is_an_error_with_its_reason() -> None:
         raise RuntimeError("no database")
 
     with pytest.raises(ServerStartError, match="no database"):
-        await serve(app, ServeConfig(port=0))
+        await serve(app, ServerConfig(port=0))
 
 
 async def test_the_lifespan_surrounds_the_requests() -> None:

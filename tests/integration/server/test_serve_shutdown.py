@@ -6,7 +6,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine.server.serve import ServeConfig, serve
+from trioengine.config.server import ServerConfig
+from trioengine.server.serve import serve
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import ConnectionEndedError, open_raw_http, request_bytes
 
@@ -37,7 +38,7 @@ class Gate:
 
 async def test_idle_connections_close_at_once_and_nothing_more_is_accepted() -> None:
     async with (
-        open_server(Gate(), ServeConfig(port=0, shutdown_timeout_s=1000)) as server,
+        open_server(Gate(), ServerConfig(port=0, shutdown_timeout_s=1000)) as server,
         open_raw_http(server.url) as used,
         open_raw_http(server.url) as unused,
     ):
@@ -56,7 +57,7 @@ async def test_idle_connections_close_at_once_and_nothing_more_is_accepted() -> 
 async def test_a_request_in_flight_ends_and_says_that_it_was_the_last(path: str) -> None:
     gate = Gate()
     async with (
-        open_server(gate, ServeConfig(port=0, shutdown_timeout_s=1000)) as server,
+        open_server(gate, ServerConfig(port=0, shutdown_timeout_s=1000)) as server,
         open_raw_http(server.url) as client,
     ):
         await client.send_request("GET", path)
@@ -74,7 +75,7 @@ async def test_a_request_in_flight_ends_and_says_that_it_was_the_last(path: str)
 
 async def test_a_request_whose_header_is_on_its_way_is_still_answered() -> None:
     async with (
-        open_server(Gate(), ServeConfig(port=0, shutdown_timeout_s=1000)) as server,
+        open_server(Gate(), ServerConfig(port=0, shutdown_timeout_s=1000)) as server,
         open_raw_http(server.url) as client,
     ):
         request = request_bytes("GET", "/now")
@@ -91,7 +92,7 @@ async def test_a_request_whose_header_is_on_its_way_is_still_answered() -> None:
 async def test_what_is_in_flight_at_the_shutdown_timeout_is_cancelled() -> None:
     gate = Gate()
     async with (
-        open_server(gate, ServeConfig(port=0, shutdown_timeout_s=0.05)) as server,
+        open_server(gate, ServerConfig(port=0, shutdown_timeout_s=0.05)) as server,
         open_raw_http(server.url) as client,
     ):
         await client.send_request("GET", "/started")
@@ -113,7 +114,7 @@ async def test_a_client_that_does_not_read_does_not_hold_up_shutdown() -> None:
             await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
 
     async with (
-        open_server(endless, ServeConfig(port=0, shutdown_timeout_s=0.05, write_timeout_s=1000)) as server,
+        open_server(endless, ServerConfig(port=0, shutdown_timeout_s=0.05, write_timeout_s=1000)) as server,
         open_raw_http(server.url, receive_buffer_bytes=65536) as client,
     ):
         await client.send_request("GET", "/")
@@ -128,7 +129,7 @@ async def test_shutdown_before_the_first_connection_returns() -> None:
     shutdown = trio.Event()
     shutdown.set()
     with trio.fail_after(10):
-        assert await serve(Gate(), ServeConfig(port=0), shutdown=shutdown) is None
+        assert await serve(Gate(), ServerConfig(port=0), shutdown=shutdown) is None
 
 
 async def test_cancelling_ends_everything_at_once_and_leaves_no_descriptor() -> None:
@@ -136,7 +137,7 @@ async def test_cancelling_ends_everything_at_once_and_leaves_no_descriptor() -> 
     num_descriptors = len(os.listdir("/proc/self/fd"))
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
-            config = ServeConfig(port=0, shutdown_timeout_s=1000)
+            config = ServerConfig(port=0, shutdown_timeout_s=1000)
             with trio.CancelScope() as scope:
                 async with trio.open_nursery() as server_nursery:
                     urls = await server_nursery.start(serve, gate, config)

@@ -22,12 +22,12 @@ from trioengine.checkpoint.locate import resolve_model
 from trioengine.cli.bench.report import BenchReport
 from trioengine.cli.bench.statistics import percentile_ms
 from trioengine.cli.bench.word_clock import CLOCK_TICK_S, WordClock, delay_s
-from trioengine.cli.process import tune_garbage_collector
 from trioengine.cli.progress import Progress
 from trioengine.client import open_engine
 from trioengine.client.interface import EngineClient
 from trioengine.config import env
 from trioengine.errors import BenchError
+from trioengine.runtime.collector import tune_garbage_collector
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.types.messages import GetLoad
 from trioengine.types.params import RequestOutputKind, SamplingParams

@@ -19,9 +19,10 @@ from trioengine.cli.bench.frontend import PROMPT, STOP, ReadStreams
 from trioengine.cli.bench.load_process import Setup
 from trioengine.cli.bench.word_clock import WordClock
 from trioengine.client.interface import EngineClient
+from trioengine.config.server import ServerConfig
 from trioengine.errors import BenchError
 from trioengine.server.app import create_app
-from trioengine.server.serve import ServeConfig, serve
+from trioengine.server.serve import serve
 
 LOAD_MODULE = "trioengine.cli.bench.load_process"
 MAX_READ_BYTES = 1 << 20
@@ -32,7 +33,7 @@ async def open_http_reader(engine: EngineClient, clock: WordClock) -> AsyncGener
     """A server for this engine on a free port, and a process that reads from it, for the length of the block."""
     shutdown = trio.Event()
     async with trio.open_nursery() as nursery:
-        run_server = functools.partial(serve, create_app(engine), ServeConfig(port=0), shutdown=shutdown)
+        run_server = functools.partial(serve, create_app(engine), ServerConfig(port=0), shutdown=shutdown)
         urls: list[str] = await nursery.start(run_server)
         command = [sys.executable, "-P", "-m", LOAD_MODULE]
         run_process = functools.partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
