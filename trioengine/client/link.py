@@ -2,29 +2,43 @@
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import trio
 
 from trioengine.errors import CodecError, EngineDeadError, EngineStartError, PeerUnreachableError, TrioEngineError
 from trioengine.frontend.frontend import Frontend
-from trioengine.runtime.core_handle import CoreHandle
 from trioengine.transport.interface import FrontEndSocket
 from trioengine.types.codec import decode, encode, error_from_data
 from trioengine.types.messages import EngineDead, Ready, Reply, Starting, StepOutput, Stop, ToCore
 
 logger = logging.getLogger(__name__)
 
-LAST_OUTPUT_TIMEOUT_S = 0.1
-"""After a core has exited, how long its last messages may be on their way."""
+DISCONNECT_TIMEOUT_S = 2.0
+"""After a core has exited, how long it may take until the socket has noticed."""
+DISCONNECT_POLL_S = 0.01
+LAST_OUTPUT_TIMEOUT_S = 0.05
+"""After that, how long its last messages, all of which are in this process then, may wait for the output handler."""
 
 OnProgress: TypeAlias = Callable[[str, float], None]
+
+
+class WatchedCore(Protocol):
+    """What a link needs of its core's process; see `runtime.core_handle.CoreHandle`."""
+
+    def trouble(self) -> EngineDeadError | None: ...
+
+    def exit_error(self) -> EngineDeadError: ...
+
+    async def wait(self) -> None: ...
+
+    async def stop(self, ask: Callable[[], None], *, timeout_s: float) -> None: ...
 
 
 class CoreLink:
     """Carries messages both ways for one `Frontend`. Its tasks never raise: what goes wrong is the engine's death."""
 
-    def __init__(self, socket: FrontEndSocket, identity: bytes, core: CoreHandle, frontend: Frontend) -> None:
+    def __init__(self, socket: FrontEndSocket, identity: bytes, core: WatchedCore, frontend: Frontend) -> None:
         self._socket = socket
         self._identity = identity
         self._core = core
@@ -134,11 +148,22 @@ class CoreLink:
 
     async def _watch_exit(self) -> None:
         await self._core.wait()
+        with trio.move_on_after(DISCONNECT_TIMEOUT_S):
+            while self._is_connected():  # noqa: ASYNC110 (nobody tells)
+                await trio.sleep(DISCONNECT_POLL_S)
         await trio.sleep(LAST_OUTPUT_TIMEOUT_S)
         error = self._last_words
         if error is None:
             error = self._core.exit_error()
         self._die(error if isinstance(error, EngineDeadError) else EngineDeadError(f"The engine core died: {error}"))
+
+    def _is_connected(self) -> bool:
+        """Whether the socket still knows the core. It forgets it when it has read the last of what the core sent."""
+        try:
+            self._socket.send_nowait((self._identity, b""))
+        except PeerUnreachableError:
+            return False
+        return True
 
     def _die(self, error: EngineDeadError) -> None:
         self._frontend.fail_all(error)

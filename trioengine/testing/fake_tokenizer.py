@@ -4,10 +4,13 @@ It keeps the promises of `tokenizer.Tokenizer` that front end and client use (on
 from it only so that it is accepted in its place.
 """
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from trioengine.errors import RequestError
 from trioengine.tokenizer.parts import TokenizerFacts
+from trioengine.tokenizer.token_bytes import byte_stand_ins
 from trioengine.tokenizer.tokenizer import Tokenizer
 
 END_TOKEN = "<|end|>"
@@ -87,6 +90,30 @@ class FakeTokenizer(Tokenizer):
             token_ids += self.encode(END_TOKEN) if index else []
             token_ids += self.encode(written_by_users, allow_special=True)
         return token_ids
+
+
+def write_fake_model(folder: Path) -> Path:
+    """A model folder without a model, for scripted cores: its tokenizer is the library's twin of `FakeTokenizer()`."""
+    backend: dict[str, object] = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 256, "content": END_TOKEN, "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {chr(stand_in): byte for stand_in, byte in byte_stand_ins().items()},
+            "merges": list[str](),
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_TOKEN, "chat_template": CHAT_TEMPLATE}))
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
 
 
 def _whole_text(data: bytes) -> str | None:

@@ -5,10 +5,13 @@ to nothing. `python -P -m trioengine.testing.scripted_core FD` is a real core pr
 clock it runs in memory.
 """
 
+import os
+import signal
 import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 import attrs
 
@@ -49,6 +52,16 @@ class Script:
     """The core fails to start, saying this."""
     fatal_token: int | None = None
     """A prompt with this token is the core's death in the next step."""
+    hang_token: int | None = None
+    """A step with this token never ends."""
+    max_num_seqs: int = 1 << 31
+    """Requests that run at once; others wait."""
+    exit_status: int | None = None
+    """The process exits with this while it loads, without a word."""
+    load_s: float = 0.0
+    """How long the core loads."""
+    ignores_terminate: bool = False
+    """SIGTERM does not end the process."""
     clock_tokens: tuple[int, ...] = ()
     """Every token of a step is the one of these that tells when the step ended: the next one each `clock_tick_s`, in a
     circle. A reader who knows them knows how long a token was on its way."""
@@ -57,12 +70,18 @@ class Script:
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> "Script":
         """From `CoreLaunch.options`, which are strings."""
-        fatal_token = options.get("fatal_token")
+        fatal_token, hang_token = options.get("fatal_token"), options.get("hang_token")
+        exit_status = options.get("exit_status")
         clock_tokens = options.get("clock_tokens")
         return cls(
             pace_s=float(options.get("pace_s", "0")),
             start_error=options.get("start_error"),
             fatal_token=None if fatal_token is None else int(fatal_token),
+            hang_token=None if hang_token is None else int(hang_token),
+            max_num_seqs=int(options.get("max_num_seqs", 1 << 31)),
+            exit_status=None if exit_status is None else int(exit_status),
+            load_s=float(options.get("load_s", "0")),
+            ignores_terminate="ignores_terminate" in options,
             clock_tokens=tuple(map(int, clock_tokens.split(","))) if clock_tokens else (),
             clock_tick_s=float(options.get("clock_tick_s", "0.001")),
         )
@@ -117,7 +136,9 @@ class ScriptedCore:
                     if self._sequences.pop(slot, None) is not None:
                         self._finished.append(Finished(slot, FinishReason.ABORT))
             case CallRequest(call_id, GetLoad()):
-                load = CoreLoad(len(self._sequences), 0, TOTAL_BLOCKS - len(self._sequences), TOTAL_BLOCKS)
+                running = min(len(self._sequences), self._script.max_num_seqs)
+                waiting = len(self._sequences) - running
+                load = CoreLoad(running, waiting, TOTAL_BLOCKS - running, TOTAL_BLOCKS)
                 return Reply(call_id, encode_reply(GetLoad, load))
             case CallRequest(call_id, CheckIntegrity()):
                 return Reply(call_id, encode_reply(CheckIntegrity, None))
@@ -136,22 +157,25 @@ class ScriptedCore:
             self._next_step_s = max(now, self._next_step_s) + self._script.pace_s
         tokens = array("i")
         ended: list[int] = []
-        for slot, sequence in self._sequences.items():
+        slots = list(islice(self._sequences, self._script.max_num_seqs))
+        for slot in slots:
+            sequence = self._sequences[slot]
             token = sequence.prompt[sequence.num_generated % len(sequence.prompt)]
             if token == self._script.fatal_token:
                 raise RuntimeError("The script says that this token is the end.")
+            while token == self._script.hang_token:
+                self._sleep(1.0)
             tokens.append(token)
             sequence.num_generated += 1
             if sequence.num_generated == sequence.max_tokens:
                 ended.append(slot)
         if self._script.clock_tokens:
             tokens = array("i", [self._token_of_now()]) * len(tokens)
-        slots = pack_int32(list(self._sequences))
         for slot in ended:
             del self._sequences[slot]
             self._finished.append(Finished(slot, FinishReason.LENGTH))
         self._num_steps += 1
-        self._set_output(slots, tokens.tobytes())
+        self._set_output(pack_int32(slots), tokens.tobytes())
 
     def take_output(self, client: int) -> StepOutput | None:
         """The output that waits, if one does."""
@@ -182,6 +206,11 @@ def build_scripted_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCo
     """A scripted core for `runtime.core_process.main`."""
     script = Script.from_options(launch.options)
     progress("pretending", 0.5)
+    time.sleep(script.load_s)
+    if script.ignores_terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if script.exit_status is not None:
+        os._exit(script.exit_status)
     if script.start_error is not None:
         raise RuntimeError(script.start_error)
     return BuiltCore(ScriptedCore(script), scripted_ready(), close=lambda: None)

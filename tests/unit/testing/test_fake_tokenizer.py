@@ -1,35 +1,25 @@
 """The fake tokenizer keeps the promises of the real one that front end and client use."""
 
-import pytest
-import tokenizers
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from pathlib import Path
 
+import pytest
+
+from trioengine.checkpoint.locate import resolve_model
 from trioengine.errors import RequestError
-from trioengine.testing.fake_tokenizer import CHAT_TEMPLATE, END_TOKEN, FakeTokenizer
+from trioengine.testing.fake_tokenizer import END_TOKEN, FakeTokenizer, write_fake_model
 from trioengine.tokenizer.chat_template import render_chat
 from trioengine.tokenizer.detokenizer import IncrementalDetokenizer
-from trioengine.tokenizer.parts import TokenizerFacts
-from trioengine.tokenizer.token_bytes import byte_stand_ins
-from trioengine.tokenizer.tokenizer import Tokenizer
+from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = ["", "hello", "naïve €", "日本🎌 x", f"a{END_TOKEN}b", "\n\t "]
 
 
-def real_tokenizer() -> Tokenizer:
-    """Bytes and an end token, as the fake one, but of the library."""
-    vocabulary = {chr(stand_in): byte for stand_in, byte in byte_stand_ins().items()}
-    backend = tokenizers.Tokenizer(BPE(vocabulary, []))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    backend.decoder = ByteLevelDecoder()
-    backend.add_special_tokens([tokenizers.AddedToken(END_TOKEN, special=True)])
-    return Tokenizer(backend, TokenizerFacts(eos_token_ids=(256,), chat_templates={"default": CHAT_TEMPLATE}))
-
-
 @pytest.fixture(params=["fake", "real"])
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return FakeTokenizer() if request.param == "fake" else real_tokenizer()
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    """The fake one, and the library's, read from the folder that stands for a model."""
+    if request.param == "fake":
+        return FakeTokenizer()
+    return load_tokenizer(resolve_model(str(write_fake_model(tmp_path / "model")), cache_dir=tmp_path))
 
 
 @pytest.mark.parametrize("text", TEXTS)
