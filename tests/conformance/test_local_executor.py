@@ -7,6 +7,7 @@ pytest.importorskip("torch")
 from trioengine.testing.executor_conformance import CHECKS, Check, Subject
 from trioengine.testing.tiny_model import tiny_model
 from trioengine.worker.executor import LocalExecutor
+from trioengine.worker.torch_backend import TorchBackend
 
 MODEL = tiny_model()
 
@@ -17,6 +18,7 @@ def test_conformance(check: Check, block_size: int) -> None:
     """The promises that every executor makes."""
 
     def make() -> LocalExecutor:
-        return LocalExecutor(MODEL, num_blocks=24, block_size=block_size)
+        backend = TorchBackend(MODEL, num_blocks=24, block_size=block_size)
+        return LocalExecutor(backend, num_blocks=24, block_size=block_size)
 
     assert check(Subject(make=make, block_size=block_size, vocab_size=MODEL.config.vocab_size)) is None

@@ -11,7 +11,7 @@ from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  #
 from trioengine.tokenizer.chat_template import render_chat  # noqa: E402
 from trioengine.tokenizer.tokenizer import load_tokenizer  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
-from trioengine.worker.executor import load_executor  # noqa: E402
+from trioengine.worker.loading import load_executor  # noqa: E402
 
 
 def test_the_capital_of_japan_is_tokyo() -> None:

@@ -1,4 +1,4 @@
 """What models are made of and how their weights are read.
 
-`config` needs no torch, so that any process may read a model's facts; everything else here does.
+Only `torch_ops` and `native_ops` know how a backend computes; nothing else here needs torch or the native library.
 """

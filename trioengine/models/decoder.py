@@ -1,122 +1,152 @@
-# pyright: basic
 """A decoder-only transformer whose differences between models are in its configuration and weights.
 
-It computes packed tokens of many sequences at once against a paged KV cache. It does not know sequences, requests or
-sampling: the caller says which token stands at which position and slot, and from which rows it wants logits.
+It is written once, in terms of `Ops`: torch computes them as they are called, the native kernels record them as a
+program that later steps run. This module does not know what a tensor is, nor sequences, requests or sampling: the step
+behind the `Ops` says which token stands at which position and slot, and from which rows logits are wanted.
 """
 
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import attrs
-import torch.nn.functional as F
-from torch import Tensor
-from trioengine_kernels.paged_attention import AttentionPlan, paged_attention
-from trioengine_kernels.rms_norm import add_rms_norm, rms_norm
-from trioengine_kernels.rope import rope
-from trioengine_kernels.silu_and_mul import silu_and_mul
-from trioengine_kernels.write_kv import write_kv
 
 from trioengine.models.config import ModelConfig
 
+TensorT = TypeVar("TensorT")
+"""Numbers of a step, one row for each of its tokens."""
+MatrixT = TypeVar("MatrixT")
+"""A weight that is multiplied by, or looked up in: as a backend keeps it."""
+VectorT = TypeVar("VectorT")
+"""A weight with one number per column, float32."""
+MatrixT_contra = TypeVar("MatrixT_contra", contravariant=True)
+VectorT_contra = TypeVar("VectorT_contra", contravariant=True)
+
 
 @attrs.frozen(eq=False)
-class LayerWeights:
+class LayerWeights(Generic[MatrixT, VectorT]):
     """One layer. Matrices are [outputs, inputs]; projections that read the same input are one matrix."""
 
-    attention_norm: Tensor
+    attention_norm: VectorT
     """[hidden_size]."""
-    qkv: Tensor
+    qkv: MatrixT
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: queries, keys, values."""
-    qkv_bias: Tensor | None
-    output: Tensor
+    qkv_bias: VectorT | None
+    output: MatrixT
     """[hidden_size, num_heads * head_dim]."""
-    output_bias: Tensor | None
-    mlp_norm: Tensor
+    output_bias: VectorT | None
+    mlp_norm: VectorT
     """[hidden_size]."""
-    gate_up: Tensor
+    gate_up: MatrixT
     """[2 * intermediate_size, hidden_size]: gates, values."""
-    down: Tensor
+    down: MatrixT
     """[hidden_size, intermediate_size]."""
 
 
 @attrs.frozen(eq=False)
-class DecoderWeights:
-    """All weights of a model, float32."""
+class DecoderWeights(Generic[MatrixT, VectorT]):
+    """All weights of a model."""
 
-    embedding: Tensor
+    embedding: MatrixT
     """[vocab_size, hidden_size]."""
-    layers: Sequence[LayerWeights]
-    final_norm: Tensor
+    layers: Sequence[LayerWeights[MatrixT, VectorT]]
+    final_norm: VectorT
     """[hidden_size]."""
-    head: Tensor
+    head: MatrixT
     """[vocab_size, hidden_size]; the embedding itself where they are tied."""
-    inverse_frequencies: Tensor
+    inverse_frequencies: VectorT
     """[head_dim / 2]: angle per position."""
 
 
-@attrs.frozen(eq=False)
-class LayerKVCache:
-    """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+@attrs.frozen
+class AttentionShape:
+    """What the attention of a layer is told, besides numbers."""
 
-    keys: Tensor
-    values: Tensor
-
-
-@attrs.frozen(eq=False)
-class DecoderInput:
-    """The packed tokens of one step, int64."""
-
-    token_ids: Tensor
-    """[num_tokens]."""
-    positions: Tensor
-    """[num_tokens]: each token's place in its sequence."""
-    slots: Tensor
-    """[num_tokens]: `block_id * block_size + offset`, where the token's key and value are stored."""
-    attention: AttentionPlan
-    logit_rows: Tensor
-    """[num_logit_rows]: the tokens whose successors are wanted."""
+    num_heads: int
+    num_kv_heads: int
+    """Head h reads KV head `h // (num_heads / num_kv_heads)`."""
+    head_dim: int
+    scale: float
+    """Multiplies query · key."""
+    window: int | None
+    """Each token sees itself and the `window - 1` before it; None is all of them."""
 
 
-class Decoder:
-    """Computes logits for packed tokens."""
+class Ops(Protocol[TensorT, MatrixT_contra, VectorT_contra]):
+    """The operations on the packed tokens of one step.
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    A tensor that is given to `add_rms_norm` as the residual, or to `rope_write_kv`, may be overwritten.
+    """
+
+    def embedding(self, table: MatrixT_contra) -> TensorT:
+        """The rows of the step's tokens, [num_tokens, hidden_size]."""
+        ...
+
+    def rms_norm(self, x: TensorT, weight: VectorT_contra, epsilon: float) -> TensorT:
+        """`x / sqrt(mean(x²) + epsilon) * weight`."""
+        ...
+
+    def add_rms_norm(
+        self, x: TensorT, residual: TensorT, weight: VectorT_contra, epsilon: float
+    ) -> tuple[TensorT, TensorT]:
+        """The normalized sum, and the sum, which is the next residual."""
+        ...
+
+    def linear(self, x: TensorT, weight: MatrixT_contra, bias: VectorT_contra | None = None) -> TensorT:
+        """`x @ weightᵀ + bias`."""
+        ...
+
+    def rope_write_kv(
+        self, qkv: TensorT, layer: int, inverse_frequencies: VectorT_contra, shape: AttentionShape
+    ) -> TensorT:
+        """Rotate queries and keys by their positions, and store keys and values in the layer's cache.
+
+        Returns:
+            What `attention` reads the queries from.
+        """
+        ...
+
+    def attention(self, query: TensorT, layer: int, shape: AttentionShape) -> TensorT:
+        """What each token gathers from its sequence up to itself, [num_tokens, num_heads * head_dim]."""
+        ...
+
+    def silu_and_mul(self, gate_up: TensorT) -> TensorT:
+        """`silu(gate) * up`, where the two lie side by side."""
+        ...
+
+    def select_logit_rows(self, x: TensorT) -> TensorT:
+        """The rows of the tokens whose successors are wanted."""
+        ...
+
+
+class Decoder(Generic[MatrixT, VectorT]):
+    """Says how logits come from tokens."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights[MatrixT, VectorT]) -> None:
         self._config = config
+        self._shape = AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            window=config.sliding_window,
+        )
         self.weights = weights
-        self._scale = config.head_dim**-0.5
 
-    def forward(self, batch: DecoderInput, kv_cache: Sequence[LayerKVCache]) -> Tensor:
-        """Compute the tokens of a step, store their keys and values, and return the logits that are wanted.
-
-        Args:
-            batch: the tokens.
-            kv_cache: one per layer.
+    def forward(self, ops: Ops[TensorT, MatrixT, VectorT]) -> TensorT:
+        """The tokens of a step through all layers, their keys and values stored: the logits that are wanted.
 
         Returns:
             [num_logit_rows, vocab_size], float32.
         """
-        config, weights = self._config, self.weights
-        epsilon = config.rms_norm_epsilon
-        angles = batch.positions.unsqueeze(1) * weights.inverse_frequencies
-        cos, sin = angles.cos(), angles.sin()
-        residual = F.embedding(batch.token_ids, weights.embedding)
-        x = rms_norm(residual, weights.layers[0].attention_norm, epsilon)
+        weights, epsilon = self.weights, self._config.rms_norm_epsilon
+        residual = ops.embedding(weights.embedding)
+        x = ops.rms_norm(residual, weights.layers[0].attention_norm, epsilon)
         next_norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm]
-        for layer, cache, next_norm in zip(weights.layers, kv_cache, next_norms, strict=True):
-            x = self._attention(x, layer, cache, batch, cos, sin)
-            x, residual = add_rms_norm(x, residual, layer.mlp_norm, epsilon)
-            x = F.linear(silu_and_mul(F.linear(x, layer.gate_up)), layer.down)
-            x, residual = add_rms_norm(x, residual, next_norm, epsilon)
-        return F.linear(x.index_select(0, batch.logit_rows), weights.head)
-
-    def _attention(
-        self, x: Tensor, layer: LayerWeights, cache: LayerKVCache, batch: DecoderInput, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        config = self._config
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
-        num_rotated = config.num_heads + config.num_kv_heads
-        rotated = rope(qkv[:, :num_rotated], cos, sin)
-        query, key, value = rotated[:, : config.num_heads], rotated[:, config.num_heads :], qkv[:, num_rotated:]
-        write_kv(key, value, cache.keys, cache.values, batch.slots)
-        attended = paged_attention(query, cache.keys, cache.values, batch.attention, scale=self._scale)
-        return F.linear(attended.flatten(1), layer.output, layer.output_bias)
+        for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
+            query = ops.rope_write_kv(qkv, i, weights.inverse_frequencies, self._shape)
+            x = ops.linear(ops.attention(query, i, self._shape), layer.output, layer.output_bias)
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, epsilon)
+            x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
+            x, residual = ops.add_rms_norm(x, residual, next_norm, epsilon)
+        return ops.linear(ops.select_logit_rows(x), weights.head)

@@ -1,22 +1,19 @@
-# pyright: basic
-"""Builds a decoder's weights, float32, from a GGUF file or from safetensors, checking every tensor's name and shape.
+"""Builds a decoder's weights from a GGUF file or from safetensors, checking every tensor's name and shape.
 
-Quantized tensors are dequantized. This module knows how the two formats name and arrange tensors; it does not know
-how the files are read (`checkpoint`) or what the decoder does with the weights.
+This module knows how the two formats name and arrange tensors; it does not know how the files are read (`checkpoint`),
+in which form a backend wants the weights (`WeightMaker`), or what the decoder does with them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trioengine.checkpoint.dequantize import dequantize
-from trioengine.checkpoint.gguf import GGUFFile, open_gguf
+from trioengine.checkpoint.gguf import GGMLType, GGUFFile, GGUFTensor, open_gguf
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.checkpoint.safetensors import TensorDType, TensorView, open_safetensors
 from trioengine.errors import CheckpointError
@@ -27,18 +24,60 @@ from trioengine.models.rope import inverse_frequencies
 ReportFraction: TypeAlias = Callable[[float], None]
 """Called with the share of the weights that is loaded, above 0 to 1."""
 Floats: TypeAlias = NDArray[np.float32]
+Bytes: TypeAlias = NDArray[np.uint8]
+
+NumberT = TypeVar("NumberT", np.uint8, np.float32)
+MatrixT = TypeVar("MatrixT")
+VectorT = TypeVar("VectorT")
+MatrixT_co = TypeVar("MatrixT_co", covariant=True)
+VectorT_co = TypeVar("VectorT_co", covariant=True)
 
 
-@attrs.frozen
-class LoadedModel:
-    """A model that can compute."""
+@attrs.frozen(eq=False)
+class StoredMatrix:
+    """A matrix as its file has it: each row is a run of whole blocks of numbers."""
+
+    name: str
+    """The tensor's name in its file."""
+    kind: GGMLType
+    rows: Bytes
+    """[num_rows, bytes of a row]. May be a read-only view of the mapped file."""
+    num_columns: int
+
+    def floats(self, first: int = 0, end: int | None = None) -> Floats:
+        """Rows `first` to `end - 1` as new writable float32 numbers, [rows, columns].
+
+        Raises:
+            CheckpointError: as `dequantize` says.
+        """
+        rows = self.rows[first:end]
+        return dequantize(GGUFTensor(self.name, self.kind, (len(rows), self.num_columns), rows.reshape(-1)))
+
+
+class WeightMaker(Protocol[MatrixT_co, VectorT_co]):
+    """Brings weights into the form in which a backend computes with them."""
+
+    def matrix(self, parts: Sequence[StoredMatrix]) -> MatrixT_co:
+        """One matrix of these, one below the other. They have the same columns, and may be of different kinds."""
+        ...
+
+    def vector(self, values: Floats) -> VectorT_co:
+        """These numbers, which nobody else holds."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class LoadedModel(Generic[MatrixT, VectorT]):
+    """A model with its weights."""
 
     config: ModelConfig
-    decoder: Decoder
+    decoder: Decoder[MatrixT, VectorT]
 
 
-def load_model(location: ModelLocation, report: ReportFraction | None = None) -> LoadedModel:
-    """Read a model whole.
+def load_model(
+    location: ModelLocation, maker: WeightMaker[MatrixT, VectorT], report: ReportFraction | None = None
+) -> LoadedModel[MatrixT, VectorT]:
+    """Read a model whole, tensor by tensor.
 
     Raises:
         CheckpointError: the files are damaged, a tensor is missing, has another shape than the configuration says or
@@ -50,7 +89,7 @@ def load_model(location: ModelLocation, report: ReportFraction | None = None) ->
         config, source = config_from_gguf(file), _gguf_source(file)
     else:
         config, source = config_from_folder(location.path), _folder_source(location.path)
-    return LoadedModel(config, Decoder(config, _load(config, source, report or (lambda fraction: None))))
+    return LoadedModel(config, Decoder(config, _load(config, source, maker, report or (lambda fraction: None))))
 
 
 @attrs.frozen
@@ -111,7 +150,7 @@ class _Source:
         path: Path,
         names: _Names,
         shapes: Mapping[str, tuple[int, ...]],
-        read: Callable[[str], Floats],
+        read: Callable[[str], GGUFTensor],
         *,
         has_interleaved_heads: bool = False,
     ) -> None:
@@ -135,13 +174,21 @@ class _Source:
                 f"but the configuration needs {list(shape)}"
             )
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Floats:
-        self.check_shape(name, shape)
-        self._unread.discard(name)
-        return self._read(name)
+    def matrix(self, name: str, shape: tuple[int, int]) -> StoredMatrix:
+        tensor = self._tensor(name, shape)
+        num_rows, num_columns = shape
+        return StoredMatrix(name, tensor.ggml_type, tensor.data.reshape(num_rows, -1), num_columns)
+
+    def vector(self, name: str, size: int) -> Floats:
+        return dequantize(self._tensor(name, (size,)))
 
     def ignore(self, name: str) -> None:
         self._unread.discard(name)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
+        self.check_shape(name, shape)
+        self._unread.discard(name)
+        return self._read(name)
 
     def check_all_read(self) -> None:
         """A tensor that nobody reads is part of a model that this code would compute wrongly."""
@@ -160,7 +207,7 @@ def _gguf_source(file: GGUFFile) -> _Source:
         file.path,
         _GGUF_NAMES,
         {name: tensor.shape for name, tensor in tensors.items()},
-        lambda name: dequantize(tensors[name]),
+        lambda name: tensors[name],
         has_interleaved_heads=GGUF_ARCHITECTURES[str(file.metadata["general.architecture"])] is Architecture.LLAMA,
     )
 
@@ -171,98 +218,99 @@ def _folder_source(folder: Path) -> _Source:
         folder,
         _FOLDER_NAMES,
         {name: tensor.shape for name, tensor in tensors.items()},
-        lambda name: _to_float32(folder, tensors[name]),
+        lambda name: _as_ggml(folder, tensors[name]),
     )
 
 
-def _to_float32(folder: Path, tensor: TensorView) -> Floats:
-    match tensor.dtype:
-        case TensorDType.F32:
-            values = tensor.data.view("<f4")
-        case TensorDType.F16:
-            values = tensor.data.view("<f2").astype(np.float32)
-        case TensorDType.BF16:
-            values = (tensor.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        case other:
-            raise CheckpointError(
-                f"{folder}: the tensor {tensor.name!r} has the type {other}; F32, F16 and BF16 can be read.",
-                path=str(folder),
-            )
-    return values.reshape(tensor.shape)
+_GGML_TYPES: Mapping[TensorDType, GGMLType] = {
+    TensorDType.F32: GGMLType.F32,
+    TensorDType.F16: GGMLType.F16,
+    TensorDType.BF16: GGMLType.BF16,
+}
+"""The types that both formats store in the same way."""
 
 
-def _load(config: ModelConfig, source: _Source, report: ReportFraction) -> DecoderWeights:
+def _as_ggml(folder: Path, tensor: TensorView) -> GGUFTensor:
+    kind = _GGML_TYPES.get(tensor.dtype)
+    if kind is None:
+        raise CheckpointError(
+            f"{folder}: the tensor {tensor.name!r} has the type {tensor.dtype}; F32, F16 and BF16 can be read.",
+            path=str(folder),
+        )
+    return GGUFTensor(tensor.name, kind, tensor.shape, tensor.data)
+
+
+def _load(
+    config: ModelConfig, source: _Source, maker: WeightMaker[MatrixT, VectorT], report: ReportFraction
+) -> DecoderWeights[MatrixT, VectorT]:
     names, hidden = source.names, config.hidden_size
     num_steps = config.num_layers + 1
     frequencies = inverse_frequencies(config)
     if _ROPE_FACTORS in source:
-        frequencies /= torch.from_numpy(source.read(_ROPE_FACTORS, tuple(frequencies.shape)))
-    embedding = _stack(source, [f"{names.embedding}.weight"], [config.vocab_size], hidden)
+        frequencies /= source.vector(_ROPE_FACTORS, len(frequencies))
+    embedding = maker.matrix([source.matrix(f"{names.embedding}.weight", (config.vocab_size, hidden))])
     if config.has_tied_embeddings:
         head = embedding
         source.ignore(f"{names.head}.weight")
     else:
-        head = _stack(source, [f"{names.head}.weight"], [config.vocab_size], hidden)
+        head = maker.matrix([source.matrix(f"{names.head}.weight", (config.vocab_size, hidden))])
     report(1 / num_steps)
-    layers: list[LayerWeights] = []
+    layers: list[LayerWeights[MatrixT, VectorT]] = []
     for i in range(config.num_layers):
-        layers.append(_load_layer(config, source, i))
+        layers.append(_load_layer(config, source, maker, i))
         report((i + 2) / num_steps)
     weights = DecoderWeights(
         embedding=embedding,
         layers=layers,
-        final_norm=_stack(source, [f"{names.final_norm}.weight"], [hidden]),
+        final_norm=maker.vector(source.vector(f"{names.final_norm}.weight", hidden)),
         head=head,
-        inverse_frequencies=frequencies,
+        inverse_frequencies=maker.vector(frequencies),
     )
     source.check_all_read()
     return weights
 
 
-def _load_layer(config: ModelConfig, source: _Source, i: int) -> LayerWeights:
+def _load_layer(
+    config: ModelConfig, source: _Source, maker: WeightMaker[MatrixT, VectorT], i: int
+) -> LayerWeights[MatrixT, VectorT]:
     names, hidden, inner = source.names, config.hidden_size, config.intermediate_size
     query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv_names = [name.format(i) for name in (names.query, names.key, names.value)]
-    qkv_rows = [query_rows, kv_rows, kv_rows]
-    output = names.output.format(i)
 
-    def qkv(kind: str, columns: int | None) -> Tensor:
-        stacked = _stack(source, [f"{name}.{kind}" for name in qkv_names], qkv_rows, columns)
+    def matrix(num_rows: Mapping[str, int], num_columns: int) -> MatrixT:
+        shapes = {f"{name.format(i)}.weight": (rows, num_columns) for name, rows in num_rows.items()}
+        for name, shape in shapes.items():
+            # Before memory is taken: a damaged configuration may ask for any amount.
+            source.check_shape(name, shape)
+        parts = [source.matrix(name, shape) for name, shape in shapes.items()]
+        if names.query in num_rows and source.has_interleaved_heads:
+            parts[:2] = [attrs.evolve(part, rows=_separate_halves(part.rows, config.head_dim)) for part in parts[:2]]
+        return maker.matrix(parts)
+
+    def vector(name: str, size: int) -> VectorT:
+        return maker.vector(source.vector(name.format(i), size))
+
+    def qkv_bias() -> VectorT:
+        query, key, value = (
+            source.vector(f"{name.format(i)}.bias", size)
+            for name, size in ((names.query, query_rows), (names.key, kv_rows), (names.value, kv_rows))
+        )
         if source.has_interleaved_heads:
-            rotated = stacked[: query_rows + kv_rows]
-            rotated.copy_(_separate_halves(rotated, config.head_dim))
-        return stacked
+            query, key = _separate_halves(query, config.head_dim), _separate_halves(key, config.head_dim)
+        return maker.vector(np.concatenate((query, key, value)))
 
     return LayerWeights(
-        attention_norm=_stack(source, [f"{names.attention_norm.format(i)}.weight"], [hidden]),
-        qkv=qkv("weight", hidden),
-        qkv_bias=qkv("bias", None) if config.has_qkv_bias else None,
-        output=_stack(source, [f"{output}.weight"], [hidden], query_rows),
-        output_bias=_stack(source, [f"{output}.bias"], [hidden]) if config.has_output_bias else None,
-        mlp_norm=_stack(source, [f"{names.mlp_norm.format(i)}.weight"], [hidden]),
-        gate_up=_stack(source, [f"{n.format(i)}.weight" for n in (names.gate, names.up)], [inner, inner], hidden),
-        down=_stack(source, [f"{names.down.format(i)}.weight"], [hidden], inner),
+        attention_norm=vector(f"{names.attention_norm}.weight", hidden),
+        qkv=matrix({names.query: query_rows, names.key: kv_rows, names.value: kv_rows}, hidden),
+        qkv_bias=qkv_bias() if config.has_qkv_bias else None,
+        output=matrix({names.output: hidden}, query_rows),
+        output_bias=vector(f"{names.output}.bias", hidden) if config.has_output_bias else None,
+        mlp_norm=vector(f"{names.mlp_norm}.weight", hidden),
+        gate_up=matrix({names.gate: inner, names.up: inner}, hidden),
+        down=matrix({names.down: hidden}, inner),
     )
 
 
-def _stack(source: _Source, names: list[str], rows: list[int], columns: int | None = None) -> Tensor:
-    """Tensors [rows, columns], or [rows] without columns, one below the other."""
-    tail = () if columns is None else (columns,)
-    for name, num_rows in zip(names, rows, strict=True):
-        # Before memory is taken: a damaged configuration may ask for any amount.
-        source.check_shape(name, (num_rows, *tail))
-    if len(names) == 1:
-        values = source.read(names[0], (rows[0], *tail))
-        # What is a view of the file would be read from it again whenever memory is short, and cannot be a tensor's.
-        return torch.from_numpy(values if values.flags.writeable else values.copy())
-    stacked = np.empty((sum(rows), *tail), dtype=np.float32)
-    first = 0
-    for name, num_rows in zip(names, rows, strict=True):
-        stacked[first : first + num_rows] = source.read(name, (num_rows, *tail))
-        first += num_rows
-    return torch.from_numpy(stacked)
-
-
-def _separate_halves(rows: Tensor, head_dim: int) -> Tensor:
+def _separate_halves(rows: NDArray[NumberT], head_dim: int) -> NDArray[NumberT]:
     """Reorder each head's rows from (a0, b0, a1, b1, …), where rope turns neighbours, to (a0, a1, …, b0, b1, …)."""
-    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

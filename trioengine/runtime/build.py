@@ -36,7 +36,7 @@ def build_engine_core(
     """
     env.let_compute_threads_sleep()
     progress("importing torch", 0.0)
-    from trioengine.worker.executor import load_executor, model_shape
+    from trioengine.worker.loading import load_executor, model_shape
 
     model = read_model_config(location)
     resolved = resolve(config, model_shape(model), env.hardware_facts())

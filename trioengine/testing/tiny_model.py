@@ -10,9 +10,10 @@ from trioengine.models.config import Architecture, ModelConfig
 from trioengine.models.decoder import Decoder, DecoderWeights, LayerWeights
 from trioengine.models.loader import LoadedModel
 from trioengine.models.rope import inverse_frequencies
+from trioengine.models.torch_ops import TorchModel
 
 
-def tiny_model(*, vocab_size: int = 211, max_position_embeddings: int = 512, seed: int = 0) -> LoadedModel:
+def tiny_model(*, vocab_size: int = 211, max_position_embeddings: int = 512, seed: int = 0) -> TorchModel:
     """A model of two layers with grouped heads. The same arguments give the same weights."""
     config = ModelConfig(
         architecture=Architecture.LLAMA,
@@ -56,12 +57,12 @@ def tiny_model(*, vocab_size: int = 211, max_position_embeddings: int = 512, see
         layers=layers,
         final_norm=norm(),
         head=matrix(vocab_size, config.hidden_size),
-        inverse_frequencies=inverse_frequencies(config),
+        inverse_frequencies=torch.from_numpy(inverse_frequencies(config)),
     )
     return LoadedModel(config, Decoder(config, weights))
 
 
-def write_gguf(path: Path, model: LoadedModel) -> None:
+def write_gguf(path: Path, model: TorchModel) -> None:
     """Write a model, float32 and without a tokenizer, as llama.cpp's converter does. Needs the `gguf` package."""
     import gguf
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The memory of the paged KV cache: how much a token takes, and the tensors themselves.
+"""The memory of torch's paged KV cache.
 
 It does not know which block belongs to whom.
 """
@@ -8,15 +8,7 @@ import numpy as np
 import torch
 
 from trioengine.models.config import ModelConfig
-from trioengine.models.decoder import LayerKVCache
-
-VALUE_BYTES = 4
-"""float32."""
-
-
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that the cache holds for one token, over all layers."""
-    return config.num_kv_values_per_token * VALUE_BYTES
+from trioengine.models.torch_ops import LayerKVCache
 
 
 def allocate_kv_cache(config: ModelConfig, num_blocks: int, block_size: int) -> list[LayerKVCache]:

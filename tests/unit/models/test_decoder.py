@@ -9,9 +9,15 @@ transformers = pytest.importorskip("transformers")
 from trioengine_kernels.paged_attention import plan_attention  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
-from trioengine.models.decoder import Decoder, DecoderInput, LayerKVCache  # noqa: E402
-from trioengine.models.loader import LoadedModel, load_model  # noqa: E402
+from trioengine.models.decoder import Decoder  # noqa: E402
+from trioengine.models.loader import LoadedModel  # noqa: E402
 from trioengine.models.rope import inverse_frequencies  # noqa: E402
+from trioengine.models.torch_ops import (  # noqa: E402
+    DecoderInput,
+    LayerKVCache,
+    TorchOps,
+    load_torch_model,
+)
 
 BLOCK_SIZE = 4
 TINY = {
@@ -65,7 +71,7 @@ def models(request, tmp_path_factory):
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
     folder = tmp_path_factory.mktemp("model")
     theirs.save_pretrained(folder)
-    return theirs, load_model(ModelLocation(ModelKind.FOLDER, folder, "tiny"))
+    return theirs, load_torch_model(ModelLocation(ModelKind.FOLDER, folder, "tiny"))
 
 
 class Driver:
@@ -112,7 +118,7 @@ class Driver:
             attention=plan,
             logit_rows=torch.arange(len(token_ids)),
         )
-        logits = self.model.decoder.forward(batch, self.cache)
+        logits = self.model.decoder.forward(TorchOps(batch, self.cache))
         for i, rows in zip(members, logits.split([counts[i] for i in members]), strict=True):
             self.logits[i].append(rows)
 
@@ -158,7 +164,7 @@ def test_only_the_wanted_rows_get_logits(models) -> None:
             ),
             logit_rows=torch.tensor([2]),
         )
-        assert ours.decoder.forward(batch, driver.cache).shape == (1, TINY["vocab_size"])
+        assert ours.decoder.forward(TorchOps(batch, driver.cache)).shape == (1, TINY["vocab_size"])
 
 
 def without_biases(weights, kind):
@@ -166,7 +172,7 @@ def without_biases(weights, kind):
 
 
 def without_scaling(config):
-    return inverse_frequencies(attrs.evolve(config, rope_scaling=None))
+    return torch.from_numpy(inverse_frequencies(attrs.evolve(config, rope_scaling=None)))
 
 
 MUTATIONS = {

@@ -10,8 +10,7 @@ from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  #
 from trioengine.errors import CheckpointError, EngineStartError  # noqa: E402
 from trioengine.testing.tiny_model import tiny_model, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
-from trioengine.worker.executor import load_executor, model_shape  # noqa: E402
-from trioengine.worker.kv_cache import kv_bytes_per_token  # noqa: E402
+from trioengine.worker.loading import load_executor, model_shape  # noqa: E402
 
 CONFIG = ResolvedConfig(
     max_model_len=64,
@@ -48,7 +47,7 @@ def test_an_executor_loads_and_computes(location) -> None:
 def test_the_shape_of_a_model_is_that_of_its_configuration() -> None:
     config = tiny_model().config
     shape = model_shape(config)
-    assert shape.kv_bytes_per_token == kv_bytes_per_token(config) == 2 * 2 * 2 * 8 * 4
+    assert shape.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
     assert shape.num_parameters == 2 * (48 * (48 + 2 * 16) + 48 * 48 + 3 * 48 * 80) + 2 * 211 * 48
     assert (shape.vocab_size, shape.max_position_embeddings) == (211, 512)
 
@@ -63,6 +62,6 @@ def test_too_little_memory_is_a_start_error(location, monkeypatch) -> None:
     def no_memory(*args, **kwargs):
         raise MemoryError
 
-    monkeypatch.setattr("trioengine.worker.model_runner.allocate_kv_cache", no_memory)
+    monkeypatch.setattr("trioengine.worker.torch_backend.allocate_kv_cache", no_memory)
     with pytest.raises(EngineStartError, match="not enough memory"):
         load_executor(location, CONFIG)
