@@ -169,7 +169,8 @@ async def test_a_handler_that_does_nothing_but_write_lets_others_run() -> None:
         before = num_turns_of_others
         for _ in range(num_chunks):
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
-        assert num_turns_of_others - before >= num_chunks // NUM_WRITES_PER_CHECKPOINT
+        # In the first and the last turn the other task may have run before this one: Trio's order is arbitrary.
+        assert num_turns_of_others - before >= num_chunks // NUM_WRITES_PER_CHECKPOINT - 1
         await send({"type": "http.response.body"})
         done.set()
 
