@@ -98,10 +98,12 @@ class FakeOutputStream:
         self._engine = engine
         self._reply = reply
         self._num_sent = 0
+        self._num_reported = 0
         self._text = ""
         self._is_aborted = False
         self._is_finished = False
         self._left = trio.Event()
+        self._aborted = trio.Event()
         self._first_token_time_s = 0.0
 
     @property
@@ -116,8 +118,9 @@ class FakeOutputStream:
         return self._reply.warnings
 
     def abort(self) -> None:
-        """Finish with reason "abort" at the next read."""
+        """Finish with reason "abort" at the next read, or in the one that waits."""
         self._is_aborted = True
+        self._aborted.set()
 
     async def __aenter__(self) -> "FakeOutputStream":
         self._engine.check_health()
@@ -162,6 +165,7 @@ class FakeOutputStream:
         async with trio.open_nursery() as nursery:
             # Leaving wakes the reader, as the real stream does.
             nursery.start_soon(self._wait_or_end, nursery.cancel_scope)
+            nursery.start_soon(self._wait_aborted, nursery.cancel_scope)
             await self._left.wait()
             nursery.cancel_scope.cancel()
         if self._left.is_set():
@@ -173,6 +177,10 @@ class FakeOutputStream:
         is_last = self._num_sent >= len(self._reply.deltas) - 1
         if is_last and self._reply.go_on is not None:
             await self._reply.go_on.wait()
+        scope.cancel()
+
+    async def _wait_aborted(self, scope: trio.CancelScope) -> None:
+        await self._aborted.wait()
         scope.cancel()
 
     def _next_delta(self) -> str:
@@ -189,15 +197,18 @@ class FakeOutputStream:
 
     def _output(self, text: str) -> RequestOutput:
         finish_reason = FinishReason.ABORT if self._is_aborted else self._reply.finish_reason
+        is_delta = self.request.sampling.output_kind is RequestOutputKind.DELTA
+        num_tokens = self._num_sent - (self._num_reported if is_delta else 0)
+        self._num_reported = self._num_sent
         choice = CompletionOutput(
             index=0,
             text=text,
-            token_ids=(1,),
+            token_ids=(1,) * num_tokens,
             finish_reason=finish_reason if self._is_finished else None,
             stop_reason=self._reply.stop_reason if self._is_finished else None,
         )
         return RequestOutput(
-            request_id=self.request.request_id or "",
+            request_id=self.request.request_id or "fake-request",
             prompt_token_ids=(1,) * self.num_prompt_tokens,
             outputs=(choice,),
             finished=self._is_finished,

@@ -1,0 +1,274 @@
+"""What every `EngineClient` promises, as checks that run against any of them.
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    async def test_conformance(check: Check) -> None:
+        async with open_my_engine() as engine:
+            await check(Subject(engine, engine, short_prompt, endless_prompt))
+
+No check knows a right text; they compare an engine's answers with each other. Nor does one know how fast an engine is:
+they wait for events.
+"""
+
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import TypeAlias
+
+import attrs
+import trio
+
+from trioengine.client.interface import EngineClient
+from trioengine.errors import EngineClosedError, RequestError
+from trioengine.types.messages import CoreLoad, GetLoad
+from trioengine.types.output import FinishReason, RequestOutput
+from trioengine.types.params import RequestOutputKind, SamplingParams
+from trioengine.types.request import GenerateRequest
+
+TIMEOUT_S = 20
+
+
+@attrs.frozen
+class Subject:
+    """An open engine to check, and what to ask it."""
+
+    engine: EngineClient
+    endless_engine: EngineClient
+    """The same, or one whose answers do not end by themselves."""
+    sampling: SamplingParams = attrs.field(factory=lambda: SamplingParams(temperature=0, max_tokens=4))
+    """With `prompt`, gives an answer of 2 to 20 tokens, always the same."""
+    endless_sampling: SamplingParams = attrs.field(factory=lambda: SamplingParams(temperature=0, max_tokens=100_000))
+    """With `prompt`, gives a first token, and then no end for as long as a check lasts."""
+    prompt: str = "abcdefgh"
+
+    def request(
+        self, kind: RequestOutputKind = RequestOutputKind.DELTA, request_id: str | None = None
+    ) -> GenerateRequest:
+        """One that is soon answered."""
+        return GenerateRequest(self.prompt, attrs.evolve(self.sampling, output_kind=kind), request_id=request_id)
+
+    def endless_request(self, request_id: str | None = None) -> GenerateRequest:
+        """One that is answered, but never to the end."""
+        sampling = attrs.evolve(self.endless_sampling, output_kind=RequestOutputKind.DELTA)
+        return GenerateRequest(self.prompt, sampling, request_id=request_id)
+
+    async def outputs(
+        self, kind: RequestOutputKind = RequestOutputKind.DELTA, request_id: str | None = None
+    ) -> list[RequestOutput]:
+        """A whole answer."""
+        async with self.engine.generate(self.request(kind, request_id)) as stream:
+            return [output async for output in stream]
+
+
+Check: TypeAlias = Callable[[Subject], Awaitable[None]]
+
+
+async def check_the_kinds_of_output_are_equal(subject: Subject) -> None:
+    """Joined deltas, the last cumulative output and the final one are the same answer."""
+    with trio.fail_after(TIMEOUT_S):
+        deltas = [output.outputs[0] for output in await subject.outputs(RequestOutputKind.DELTA)]
+        cumulative = [output.outputs[0] for output in await subject.outputs(RequestOutputKind.CUMULATIVE)]
+        (final,) = [output.outputs[0] for output in await subject.outputs(RequestOutputKind.FINAL_ONLY)]
+    assert len(final.token_ids) >= 2
+    assert "".join(delta.text for delta in deltas) == cumulative[-1].text == final.text
+    assert sum((delta.token_ids for delta in deltas), ()) == cumulative[-1].token_ids == final.token_ids
+    for ending in (deltas[-1], cumulative[-1]):
+        assert (ending.finish_reason, ending.stop_reason) == (final.finish_reason, final.stop_reason)
+    for earlier, later in pairwise(cumulative):
+        assert later.text.startswith(earlier.text)
+        assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
+
+
+async def check_the_last_output_and_no_other_is_finished(subject: Subject) -> None:
+    """It has the reason, and the tokens so far are counted in each."""
+    with trio.fail_after(TIMEOUT_S):
+        for kind in RequestOutputKind:
+            outputs = await subject.outputs(kind)
+            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+            assert [output.outputs[0].finish_reason is not None for output in outputs] == [
+                output.finished for output in outputs
+            ]
+            num_tokens = 0
+            for output in outputs:
+                (choice,) = output.outputs
+                assert choice.index == 0
+                is_delta = kind is RequestOutputKind.DELTA
+                num_tokens = len(choice.token_ids) + (num_tokens if is_delta else 0)
+                assert output.num_generated_tokens == num_tokens
+
+
+async def check_the_end_stays_the_end(subject: Subject) -> None:
+    """Reading on after the last output ends the loop again, without waiting."""
+    with trio.fail_after(TIMEOUT_S):
+        async with subject.engine.generate(subject.request()) as stream:
+            assert [output async for output in stream]
+            assert [output async for output in stream] == []
+
+
+async def check_outputs_know_their_request(subject: Subject) -> None:
+    """The caller's id, or one that was drawn; the prompt's tokens, counted once the block is entered."""
+    with trio.fail_after(TIMEOUT_S):
+        for request_id in ("mine", None):
+            async with subject.engine.generate(subject.request(request_id=request_id)) as stream:
+                assert stream.num_prompt_tokens > 0
+                assert stream.warnings == ()
+                outputs = [output async for output in stream]
+                assert {len(output.prompt_token_ids) for output in outputs} == {stream.num_prompt_tokens}
+                (name,) = {output.request_id for output in outputs}
+                assert name
+                assert request_id is None or name == request_id
+
+
+async def check_wrong_parameters_are_refused_on_entering(subject: Subject) -> None:
+    """With the field's name, before anything runs; the engine goes on."""
+    bad = GenerateRequest(subject.prompt, SamplingParams(temperature=float("nan")))
+    with trio.fail_after(TIMEOUT_S):
+        stream = subject.engine.generate(bad)
+        param: str | None = None
+        try:
+            async with stream:
+                raise AssertionError("A request that cannot work was accepted.")
+        except RequestError as error:
+            param = error.param
+        assert param == "temperature"
+        assert await subject.outputs()
+
+
+async def check_leaving_ends_the_request(subject: Subject) -> None:
+    """However the block is left, the engine soon knows nothing of it, and the stream cannot be read any more."""
+    with trio.fail_after(TIMEOUT_S):
+        async with subject.endless_engine.generate(subject.endless_request()) as stream:
+            await anext(stream)
+        is_closed = False
+        try:
+            await anext(stream)
+        except EngineClosedError:
+            is_closed = True
+        assert is_closed
+        with trio.CancelScope() as scope:
+            async with subject.endless_engine.generate(subject.endless_request()):
+                scope.cancel()
+                await trio.sleep_forever()
+        await _until_idle(subject.endless_engine)
+
+
+async def check_an_exception_leaves_the_block_as_itself(subject: Subject) -> None:
+    """Neither wrapped nor replaced."""
+    mine = KeyError("mine")
+    caught: BaseException | None = None
+    with trio.fail_after(TIMEOUT_S):
+        try:
+            async with subject.endless_engine.generate(subject.endless_request()):
+                raise mine
+        except KeyError as error:
+            caught = error
+        await _until_idle(subject.endless_engine)
+    assert caught is mine
+
+
+async def check_abort_ends_all_requests_of_this_name(subject: Subject) -> None:
+    """Their readers get the ending, those of other names do not, and a new request of the name runs."""
+    engine = subject.endless_engine
+    endings: list[RequestOutput] = []
+
+    async def read(request_id: str, started: trio.Event) -> None:
+        async with engine.generate(subject.endless_request(request_id)) as stream:
+            await anext(stream)
+            started.set()
+            endings.extend([output async for output in stream][-1:])
+
+    with trio.fail_after(TIMEOUT_S):
+        async with trio.open_nursery() as nursery, engine.generate(subject.endless_request("other")) as other:
+            await anext(other)
+            for _ in range(2):
+                started = trio.Event()
+                nursery.start_soon(read, "same", started)
+                await started.wait()
+            engine.abort("nobody")
+            assert endings == []
+            engine.abort("same")
+            engine.abort("same")
+            async with engine.generate(subject.endless_request("same")) as again:
+                output = await anext(again)
+                assert not output.finished
+                assert output.request_id == "same"
+        await _until_idle(engine)
+    assert [ending.outputs[0].finish_reason for ending in endings] == [FinishReason.ABORT] * 2
+    assert all(ending.finished for ending in endings)
+
+
+async def check_a_cancelled_read_loses_nothing(subject: Subject) -> None:
+    """Every read is cancelled once before it is done again; the answer is the same."""
+    (whole,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+    tokens: tuple[int, ...] = ()
+    with trio.fail_after(TIMEOUT_S):
+        async with subject.engine.generate(subject.request()) as stream:
+            is_finished = False
+            while not is_finished:
+                output: RequestOutput | None = None
+                with trio.CancelScope() as scope:
+                    scope.cancel()
+                    output = await anext(stream)
+                output = output or await anext(stream)
+                tokens += output.outputs[0].token_ids
+                is_finished = output.finished
+    assert tokens == whole.outputs[0].token_ids
+
+
+async def check_kept_outputs_never_change(subject: Subject) -> None:
+    """They are values: nothing that comes later is seen in them."""
+    with trio.fail_after(TIMEOUT_S):
+        for kind in RequestOutputKind:
+            async with subject.engine.generate(subject.request(kind)) as stream:
+                kept = [(output, attrs.asdict(output)) async for output in stream]
+            for output, as_received in kept:
+                assert attrs.asdict(output) == as_received
+
+
+async def check_requests_run_at_once(subject: Subject) -> None:
+    """Each of many gets the answer that it gets alone."""
+    (alone,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+    answers: list[RequestOutput] = []
+
+    async def ask() -> None:
+        answers.extend(await subject.outputs(RequestOutputKind.FINAL_ONLY))
+
+    with trio.fail_after(TIMEOUT_S):
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                nursery.start_soon(ask)
+    assert [answer.outputs for answer in answers] == [alone.outputs] * 20
+
+
+async def check_the_engine_is_healthy_and_tells_its_load(subject: Subject) -> None:
+    """A call's reply has its type."""
+    with trio.fail_after(TIMEOUT_S):
+        for engine in (subject.engine, subject.endless_engine):
+            engine.check_health()
+            load = await engine.call(GetLoad())
+            assert isinstance(load, CoreLoad)
+            assert load.free_blocks <= load.total_blocks
+            assert engine.model_name
+            assert engine.model_facts.max_model_len > 0
+
+
+async def _until_idle(engine: EngineClient) -> None:
+    """Until the core has heard of everything that was left."""
+    load = await engine.call(GetLoad())
+    while load.running or load.waiting:
+        await trio.lowlevel.checkpoint()
+        load = await engine.call(GetLoad())
+
+
+CHECKS: tuple[Check, ...] = (
+    check_the_kinds_of_output_are_equal,
+    check_the_last_output_and_no_other_is_finished,
+    check_the_end_stays_the_end,
+    check_outputs_know_their_request,
+    check_wrong_parameters_are_refused_on_entering,
+    check_leaving_ends_the_request,
+    check_an_exception_leaves_the_block_as_itself,
+    check_abort_ends_all_requests_of_this_name,
+    check_a_cancelled_read_loses_nothing,
+    check_kept_outputs_never_change,
+    check_requests_run_at_once,
+    check_the_engine_is_healthy_and_tells_its_load,
+)
