@@ -76,11 +76,14 @@ class CoreLink:
         raise EngineStartError(f"The engine core was not ready after {timeout_s:g} s (startup_timeout_s).")
 
     def send(self, message: ToCore) -> None:
-        """Send to the core without waiting. To a core that has gone it does nothing: its watcher says so to all."""
-        try:
-            self._socket.send_nowait((self._identity, encode(message)))
-        except PeerUnreachableError:
-            logger.debug("The engine core is not there for a %s.", type(message).__name__)
+        """Send to the core without waiting, behind all aborts that are due.
+
+        To a core that has gone it does nothing: its watcher says so to all.
+        """
+        aborts = self._frontend.take_aborts()
+        if aborts is not None:
+            self._send(aborts)
+        self._send(message)
 
     def aborts_are_due(self) -> None:
         """The front end has aborts to send. They leave together once the tasks that run now have had their turn."""
@@ -93,6 +96,12 @@ class CoreLink:
     async def stop(self, *, timeout_s: float) -> None:
         """End the core process; see `CoreHandle.stop`."""
         await self._core.stop(lambda: self.send(Stop()), timeout_s=timeout_s)
+
+    def _send(self, message: ToCore) -> None:
+        try:
+            self._socket.send_nowait((self._identity, encode(message)))
+        except PeerUnreachableError:
+            logger.debug("The engine core is not there for a %s.", type(message).__name__)
 
     async def _guard(self, task: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -144,7 +153,7 @@ class CoreLink:
             self._aborts_due = trio.Event()
             aborts = self._frontend.take_aborts()
             if aborts is not None:
-                self.send(aborts)
+                self._send(aborts)
 
     async def _watch_exit(self) -> None:
         await self._core.wait()
