@@ -4,6 +4,9 @@
 Sampling is the Gumbel-max trick: the token with the largest `logit / temperature + noise` is a sample of the softmax,
 where the noise of each token is drawn from the Gumbel distribution. The noise is a hash of (seed, position, token id),
 so a request draws the same tokens alone, in any batch, and when its steps are computed a second time.
+
+Other implementations draw exactly these tokens: what decides is either one float32 operation, or an integer, or
+computed in float64 and rounded to float32, so that two libraries' logarithms, which differ in the last place, agree.
 """
 
 import attrs
@@ -15,6 +18,8 @@ MIN_LOGPROB = -9999.0
 _MIN_TEMPERATURE = 1e-6
 _NUM_CANDIDATES = 1024
 """Largest logits that top-k and top-p look at first; where these do not settle a row, its whole vocabulary does."""
+_WEIGHT_ONE = 2.0**44
+"""The weight of the most probable token, for top-p."""
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 
@@ -49,7 +54,7 @@ class Logprobs:
     top: Tensor
     """[num_rows, num_top], float32: the largest ones, whether or not the chosen token is among them."""
     top_token_ids: Tensor
-    """[num_rows, num_top], int64."""
+    """[num_rows, num_top], int64; equals by token id."""
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -62,10 +67,12 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         batch: the parameters of the rows.
 
     Returns:
-        Token ids, [num_rows], int64. A row that has NaN gives the id of a NaN.
+        Token ids, [num_rows], int64. A row that has NaN, else plus infinity, gives the id of the first; one that
+        forbids every token gives 0.
     """
     tokens = logits.argmax(dim=-1)
-    rows = (batch.temperature > 0).nonzero().flatten()
+    is_finite = logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
+    rows = ((batch.temperature > 0) & is_finite).nonzero().flatten()
     if len(rows) == 0:
         return tokens
     # Relative to the largest: no temperature can make infinity out of a finite logit, except the one that forbids.
@@ -74,7 +81,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     scaled /= batch.temperature.index_select(0, rows).clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
     min_p = batch.min_p.index_select(0, rows)
     if bool((min_p > 0).any()):
-        scaled.masked_fill_(scaled < min_p.log().unsqueeze(1), float("-inf"))
+        scaled.masked_fill_(scaled < min_p.double().log().float().unsqueeze(1), float("-inf"))
     top_k = batch.top_k.index_select(0, rows).tolist()
     top_p = batch.top_p.index_select(0, rows).tolist()
     seed, position = batch.seed.index_select(0, rows), batch.position.index_select(0, rows)
@@ -132,11 +139,12 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     """
     all_logprobs = torch.log_softmax(logits, dim=-1)
     chosen = all_logprobs.gather(1, token_ids.unsqueeze(1))
-    top, top_token_ids = all_logprobs.topk(num_top, dim=-1)
+    # Stable: topk promises no order of equals, and may choose others of them in another batch.
+    top_token_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
     return Logprobs(
         chosen=chosen.squeeze(1).clamp(min=MIN_LOGPROB),
-        rank=(all_logprobs > chosen).sum(dim=-1) + 1,
-        top=top.clamp(min=MIN_LOGPROB),
+        rank=(logits > logits.gather(1, token_ids.unsqueeze(1))).sum(dim=-1) + 1,
+        top=all_logprobs.gather(1, top_token_ids).clamp(min=MIN_LOGPROB),
         top_token_ids=top_token_ids,
     )
 
@@ -155,34 +163,40 @@ def _cut(row: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
         # Where the last candidate is below the threshold, all tokens that are not candidates are.
         if len(values) == len(row) or bool(values[-1] < threshold):
             break
+    # By token id, so that the first of equals wins here too.
+    ids, order = ids.sort()
+    values = values[order]
     return values.masked_fill(values < threshold, float("-inf")), ids
 
 
 def _threshold(row: Tensor, candidates: Tensor, top_k: int, top_p: float) -> Tensor:
     """The smallest logit that stays; minus infinity where the candidates, sorted, are too few to tell."""
     threshold = row.new_tensor(float("-inf"))
-    # Double precision: 1 - top_p may be as small as the rounding of a float32 sum over a large vocabulary.
-    weights = candidates.double().exp()
+    weights = _weights(candidates)
     if 0 < top_k < len(row):
         if top_k > len(candidates):
             return threshold
         threshold = candidates[top_k - 1]
         weights = weights.masked_fill(candidates < threshold, 0)
     if top_p < 1:
-        total = weights.sum() if 0 < top_k < len(row) else row.double().exp().sum()
-        place = int(torch.searchsorted(weights.cumsum(0), total * top_p))
+        total = (weights if 0 < top_k < len(row) else _weights(row)).sum().double()
+        place = int(torch.searchsorted(weights.cumsum(0).double(), total * top_p))
         if place < len(candidates):
             threshold = torch.maximum(threshold, candidates[place])
     return threshold
 
 
+def _weights(row: Tensor) -> Tensor:
+    """Probabilities relative to that of a logit of 0, as integers: their sums are exact, in any order, up to 2**19."""
+    return (row.double().exp() * _WEIGHT_ONE).round().long()
+
+
 def _gumbel_noise(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
     """Gumbel noise for tokens, float32: `-log(-log(u))` with `u` uniform in (0, 1), hashed from the three arguments."""
     bits = _hash32(seed, position, token_ids)
-    # -log(u) is -log1p(-v) with v = 1 - u, also uniform. Large noise comes from small v, which float32 resolves well;
-    # the largest v is kept below 1, where the logarithm would be infinite.
-    v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-v))
+    # -log(u) is -log1p(-v) with v = 1 - u, also uniform. Neither end is reached.
+    v = (bits.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-v)).float()
 
 
 def _hash32(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
