@@ -165,27 +165,30 @@ async def open_engine(
             core = await CoreHandle.start(launch, core_module)
             try:
                 block_error: BaseException | None = None
-                async with trio.open_nursery() as nursery:
-                    frontend = Frontend()
-                    link = CoreLink(bound.socket, core_identity(0), core, frontend)
-                    link.start(nursery)
-                    try:
-                        tokenizer = await trio.to_thread.run_sync(load_tokenizer, location, abandon_on_cancel=True)
-                        ready = await link.wait_ready(progress, timeout_s=config.startup_timeout_s)
-                        name = config.served_model_name or location.served_name
-                        yield Engine(name, ready, tokenizer, frontend, link)
-                    except BaseException as error:
-                        # Kept out of the nursery, which would wrap it in a group; raised again below.
-                        block_error = error
-                    frontend.fail_all(EngineClosedError("The engine is closed."))
-                    try:
-                        await link.stop(timeout_s=config.core_stop_timeout_s)
-                    except trio.Cancelled as cancelled:
-                        # The block's own exception wins; a cancelled scope around it is told at its next checkpoint.
-                        block_error = block_error or cancelled
-                    nursery.cancel_scope.cancel()
-                if block_error is not None:
-                    raise block_error
+                stop_timeout_s = 0.0  # A core that loads reads no messages, so it is not worth waiting for.
+                try:
+                    async with trio.open_nursery() as nursery:
+                        frontend = Frontend()
+                        link = CoreLink(bound.socket, core_identity(0), core, frontend)
+                        link.start(nursery)
+                        try:
+                            tokenizer = await trio.to_thread.run_sync(load_tokenizer, location, abandon_on_cancel=True)
+                            ready = await link.wait_ready(progress, timeout_s=config.startup_timeout_s)
+                            stop_timeout_s = config.core_stop_timeout_s
+                            name = config.served_model_name or location.served_name
+                            yield Engine(name, ready, tokenizer, frontend, link)
+                        except BaseException as error:
+                            # Kept out of the nursery, which would wrap it in a group; raised again below.
+                            block_error = error
+                        frontend.fail_all(EngineClosedError("The engine is closed."))
+                        try:
+                            await link.stop(timeout_s=stop_timeout_s)
+                        finally:
+                            nursery.cancel_scope.cancel()
+                finally:
+                    # Over what the nursery raises, which is at most that a scope around the block was cancelled.
+                    if block_error is not None:
+                        raise block_error
             finally:
                 core.close()
         finally:
@@ -194,7 +197,7 @@ async def open_engine(
 
 async def _find_model(config: EngineConfig, progress: OnProgress) -> ModelLocation:
     def report(fetched: FetchProgress) -> None:
-        # Raises here, in the thread, once the caller is cancelled: the download ends then.
+        trio.from_thread.check_cancelled()  # Raises here, in the thread: the download ends then.
         trio.from_thread.run_sync(progress, "fetching the model", fetched.num_bytes / max(1, fetched.total_bytes))
 
     def find() -> ModelLocation:
