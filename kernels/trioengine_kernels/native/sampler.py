@@ -197,7 +197,8 @@ class NativeSampler:
 
 
 def _check_logits(logits: NDArray[np.float32]) -> tuple[int, int]:
-    if logits.dtype != np.float32 or logits.ndim != 2 or logits.strides[1] != 4 or logits.strides[0] % 4:
+    is_consecutive = logits.ndim == 2 and (logits.size == 0 or (logits.strides[1] == 4 and logits.strides[0] % 4 == 0))
+    if logits.dtype != np.float32 or not is_consecutive:
         raise ValueError("logits must be float32, [num_rows, vocab_size], with consecutive tokens.")
     if not 0 < logits.shape[1] < MAX_VOCAB_SIZE:
         raise ValueError(f"The vocabulary must have 1 to {MAX_VOCAB_SIZE - 1} tokens, not {logits.shape[1]}.")

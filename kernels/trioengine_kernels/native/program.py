@@ -1,0 +1,521 @@
+# pyright: basic
+"""Records a model as a flat list of operations over fixed buffers, and runs it: one C call per step.
+
+The builder checks every size when an operation is recorded, `Program.run` every index of a step: C trusts both.
+Products with quantized weights need quantized activations; the builder lets the operation before them write these,
+where it can. This module does not know models.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_void_p
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from trioengine_kernels.native import structures as c
+from trioengine_kernels.native.buffers import BufferPlan
+from trioengine_kernels.native.library import Library, ThreadPool
+from trioengine_kernels.native.structures import Activation, OpKind
+from trioengine_kernels.native.tiles import WeightTiles
+
+KV_TOKENS = 16
+"""Tokens that lie together in the cache; a block is a multiple."""
+MAX_OPS = 4096
+"""`TE_MAX_OPS`."""
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+@attrs.frozen(eq=False)
+class StepArrays:
+    """The packed tokens of one step. All int32 and contiguous."""
+
+    token_ids: Ints
+    """[num_tokens]."""
+    positions: Ints
+    """[num_tokens]: each token's place in its sequence."""
+    slots: Ints
+    """[num_tokens]: `block_id * block_size + offset`, where the token's key and value are stored."""
+    query_start: Ints
+    """[num_seqs + 1]: sequence i's tokens are rows `query_start[i]` to `query_start[i + 1] - 1`, its last ones."""
+    seq_lens: Ints
+    """[num_seqs]: tokens of each sequence, those of this step included."""
+    block_table: Ints
+    """[num_seqs, max_blocks]: the blocks of each sequence. Entries behind a sequence's last block are not read."""
+    logit_rows: Ints
+    """[num_logit_rows]: the tokens whose logits are wanted."""
+
+
+class KVCache:
+    """Keys and values of all layers, halves, in a layout of the native backend's own. Empty blocks take no memory."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+        if block_size % KV_TOKENS or block_size <= 0:
+            raise ValueError(f"A block must be a multiple of {KV_TOKENS} tokens, not {block_size}.")
+        if min(num_blocks, num_layers, num_kv_heads, head_dim) <= 0:
+            raise ValueError("Blocks, layers, heads and their size must be positive.")
+        if num_blocks * block_size >= 1 << 31:
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens are too many.")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.padded_dim = -(-head_dim // KV_TOKENS) * KV_TOKENS
+        self._unit_size = KV_TOKENS * (head_dim + self.padded_dim)
+        num_units = num_blocks * block_size // KV_TOKENS
+        # numpy asks the system for zeroed pages: blocks that are never used take no memory.
+        self.data = np.zeros((num_layers, num_units, num_kv_heads, self._unit_size), np.uint16)
+
+    @property
+    def structure(self) -> c.Cache:
+        """The `TeCache`."""
+        layer_size = self.data[0].size
+        return c.Cache(
+            self.data.ctypes.data, layer_size, self.num_kv_heads, self.head_dim, self.padded_dim, self.block_size
+        )
+
+    def keys(self, layer: int) -> NDArray[np.float16]:
+        """A view of a layer's keys: [num_blocks * block_size / 16, num_kv_heads, head_dim, 16]."""
+        units = self.data[layer, ..., : KV_TOKENS * self.head_dim].view(np.float16)
+        return units.reshape(*units.shape[:2], self.head_dim, KV_TOKENS)
+
+    def values(self, layer: int) -> NDArray[np.float16]:
+        """A view of a layer's values: [num_blocks * block_size / 16, num_kv_heads, 16, head_dim]."""
+        units = self.data[layer, ..., KV_TOKENS * self.head_dim :].view(np.float16)
+        return units.reshape(*units.shape[:2], KV_TOKENS, self.padded_dim)[..., : self.head_dim]
+
+
+@attrs.frozen
+class Buffer:
+    """The result of an operation, float32, [tokens or logit rows, width]. It gets its memory when all is recorded."""
+
+    address: int
+    """A stand-in for the address."""
+    width: int
+    is_for_logits: bool
+    """Its rows are the step's logit rows, else its tokens."""
+    op_index: int | None
+    """The operation that fills it, where that one may write its quantized form, too."""
+
+
+class ProgramBuilder:
+    """Records operations in the order in which they run. Results are to be read by later operations only."""
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        max_tokens: int,
+        max_logit_rows: int,
+        num_kv_heads: int,
+        head_dim: int,
+        vocab_size: int,
+    ) -> None:
+        if max_tokens < 1 or max_logit_rows < 1:
+            raise ValueError("max_tokens and max_logit_rows must be positive.")
+        self._library = library
+        self._max_tokens = max_tokens
+        self._max_logit_rows = max_logit_rows
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._vocab_size = vocab_size
+        self._ops: list[c.Op] = []
+        self._memory = BufferPlan()
+        self._kept: list[object] = []
+        self._readers: dict[int, int] = {}
+        """By a buffer's address: how many operations read it as floats."""
+        self._quantized: dict[int, int] = {}
+        """By a buffer's address: that of its quantized form."""
+        self._rope_tables: dict[bytes, int] = {}
+        self._num_layers = 0
+
+    def embedding(self, tiles: WeightTiles) -> Buffer:
+        """The rows of the step's token ids."""
+        if tiles.rows < self._vocab_size:
+            raise ValueError(f"The embedding has {tiles.rows} rows for a vocabulary of {self._vocab_size}.")
+        out = self._buffer(tiles.columns)
+        self._add(OpKind.EMBEDDING, embedding=c.Embedding(self._tiles(tiles), out.address))
+        return out
+
+    def rms_norm(self, x: Buffer, weight: Floats, epsilon: float) -> Buffer:
+        """`x / sqrt(mean(x²) + epsilon) * weight`."""
+        return self._norm(x, None, weight, epsilon)
+
+    def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Floats, epsilon: float) -> Buffer:
+        """Add `x` to `residual`, in place, and return the sum's norm."""
+        _check_same(x, residual)
+        return self._norm(x, residual, weight, epsilon)
+
+    def add(self, x: Buffer, residual: Buffer) -> None:
+        """Add `x` to `residual`, in place."""
+        _check_same(x, residual)
+        self._read(x)
+        self._read(residual)
+        self._add(OpKind.ADD, x.is_for_logits, add=c.Add(x.address, residual.address, x.width))
+        self._changed(residual)
+
+    def linear(self, x: Buffer, weights: WeightTiles | Sequence[WeightTiles], bias: Floats | None = None) -> Buffer:
+        """`x @ weights.T + bias`. Several matrices are stacked: their outputs stand side by side."""
+        matrices = [weights] if isinstance(weights, WeightTiles) else list(weights)
+        width = sum(tiles.rows for tiles in matrices)
+        if any(tiles.columns != x.width for tiles in matrices):
+            raise ValueError(f"A matrix of {matrices[0].columns} columns cannot be applied to {x.width}.")
+        if bias is not None:
+            bias = self._constant(bias, width)
+        out = self._buffer(width, x.is_for_logits)
+        first = 0
+        for tiles in matrices:
+            if tiles.kind.is_quantized:
+                source = self._quantize(x)
+            else:
+                self._read(x)
+                source = x.address
+            linear = c.Linear(
+                self._tiles(tiles),
+                source,
+                None if bias is None else _address(bias) + 4 * first,
+                out.address + 4 * first,
+                width,
+            )
+            self._add(OpKind.LINEAR, x.is_for_logits, linear=linear)
+            first += tiles.rows
+        return out
+
+    def rope_write_kv(self, qkv: Buffer, layer: int, *, num_heads: int, inverse_frequencies: Floats | None) -> None:
+        """Rotate queries and keys in place, and store keys and values in the cache.
+
+        Args:
+            qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values.
+            layer: of the cache.
+            num_heads: of the queries.
+            inverse_frequencies: [rotary_dim / 2], angle per position; None rotates nothing.
+        """
+        self._check_qkv(qkv, layer, num_heads)
+        half = 0 if inverse_frequencies is None else len(inverse_frequencies)
+        if 2 * half > self._head_dim:
+            raise ValueError(f"{half} frequencies are too many for heads of {self._head_dim}.")
+        table = None if inverse_frequencies is None else self._rope_table(inverse_frequencies)
+        rope = c.RopeWrite(qkv.address, table, qkv.width, half, num_heads, layer)
+        self._read(qkv)
+        self._add(OpKind.ROPE_WRITE, rope_write=rope)
+        self._changed(qkv)
+        self._num_layers = max(self._num_layers, layer + 1)
+
+    def attention(
+        self,
+        qkv: Buffer,
+        layer: int,
+        *,
+        num_heads: int,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Buffer:
+        """Attend from each query to the keys of its sequence up to and including itself.
+
+        The result is [tokens, num_heads * head_dim].
+
+        Args:
+            qkv: as `rope_write_kv` left it.
+            layer: of the cache; this step's keys and values are in it.
+            num_heads: of the queries. Head h reads KV head `h // (num_heads / num_kv_heads)`.
+            scale: multiplies query · key.
+            window: a query sees itself and the `window - 1` tokens before it; None is all of them.
+            soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax.
+        """
+        self._check_qkv(qkv, layer, num_heads)
+        if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0):
+            raise ValueError("A window and a soft cap must be positive.")
+        self._read(qkv)
+        out = self._buffer(num_heads * self._head_dim)
+        attention = c.Attention(
+            query=qkv.address,
+            out=out.address,
+            query_stride=qkv.width,
+            layer=layer,
+            num_heads=num_heads,
+            window=window or 0,
+            scale=scale,
+            soft_cap=soft_cap or 0.0,
+        )
+        index = self._add(OpKind.ATTENTION, attention=attention)
+        self._add(OpKind.ATTENTION_MERGE, attention=attention)
+        return attrs.evolve(out, op_index=index)
+
+    def silu_mul(self, gate_up: Buffer) -> Buffer:
+        """`silu(gate) * up` of [tokens, 2 * width]: gates, then values."""
+        return self.gated(gate_up, Activation.SILU)
+
+    def gated(self, gate_up: Buffer, activation: Activation) -> Buffer:
+        """`activation(gate) * up` of [tokens, 2 * width]: gates, then values."""
+        if gate_up.width % 2:
+            raise ValueError("Gates and values must be equally many.")
+        self._read(gate_up)
+        width = gate_up.width // 2
+        out = self._buffer(width, gate_up.is_for_logits)
+        gated = c.Gated(gate_up.address, out.address, None, width, activation)
+        return attrs.evolve(out, op_index=self._add(OpKind.GATED, gate_up.is_for_logits, gated=gated))
+
+    def select_rows(self, x: Buffer) -> Buffer:
+        """The rows whose logits are wanted. What is computed of the result is computed for these only."""
+        if x.is_for_logits:
+            raise ValueError("These rows are selected already.")
+        self._read(x)
+        out = self._buffer(x.width, is_for_logits=True)
+        select = c.SelectRows(x.address, out.address, x.width)
+        self._add(OpKind.SELECT_ROWS, True, select=select)
+        return out
+
+    def build(self, logits: Buffer) -> "Program":
+        """Finish. `logits` is what `Program.run` returns."""
+        if not logits.is_for_logits:
+            raise ValueError("Logits are computed of selected rows.")
+        self._read(logits)
+        self._drop_unread_floats()
+        area = self._memory.place(self._ops, kept=logits.address)
+        first = area.offset_of(logits.address)
+        logits_bytes = area.memory[first : first + self._max_logit_rows * logits.width * 4]
+        return Program(
+            self._library,
+            self._ops,
+            [*self._kept, area.memory],
+            logits_bytes.view(np.float32).reshape(self._max_logit_rows, logits.width),
+            max_tokens=self._max_tokens,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
+            num_layers=self._num_layers,
+            vocab_size=self._vocab_size,
+        )
+
+    def _norm(self, x: Buffer, residual: Buffer | None, weight: Floats, epsilon: float) -> Buffer:
+        weight = self._constant(weight, x.width)
+        out = self._buffer(x.width, x.is_for_logits)
+        self._read(x)
+        norm = c.Norm(
+            x=x.address,
+            residual=None,
+            weight=_address(weight),
+            out=out.address,
+            width=x.width,
+            epsilon=epsilon,
+        )
+        if residual is not None:
+            self._read(residual)
+            norm.residual = residual.address
+        index = self._add(OpKind.RMS_NORM, x.is_for_logits, norm=norm)
+        if residual is not None:
+            self._changed(residual)
+        return attrs.evolve(out, op_index=index)
+
+    def _quantize(self, x: Buffer) -> int:
+        """The address of a buffer's quantized form, written by the operation that fills it or by one of its own."""
+        if (known := self._quantized.get(x.address)) is not None:
+            return known
+        groups = self._memory.add(self._max_rows(x.is_for_logits) * -(-x.width // 32) * c.GROUP_BYTES)
+        self._quantized[x.address] = groups
+        if x.op_index is None or not self._takes_groups(x.op_index, groups):
+            self._read(x)
+            self._add(OpKind.QUANTIZE, x.is_for_logits, quantize=c.Quantize(x.address, groups, x.width))
+        return groups
+
+    def _takes_groups(self, index: int, address: int) -> bool:
+        op = self._ops[index]
+        match op.kind:
+            case OpKind.RMS_NORM:
+                op.norm.groups = address
+            case OpKind.GATED:
+                op.gated.groups = address
+            case OpKind.ATTENTION if self._head_dim % 32 == 0:
+                op.attention.groups = address
+                self._ops[index + 1].attention.groups = address
+            case _:
+                return False
+        return True
+
+    def _drop_unread_floats(self) -> None:
+        for op in self._ops:
+            match op.kind:
+                case OpKind.RMS_NORM if op.norm.groups and not self._readers.get(op.norm.out):
+                    op.norm.out = None
+                case OpKind.GATED if op.gated.groups and not self._readers.get(op.gated.out):
+                    op.gated.out = None
+                case OpKind.ATTENTION | OpKind.ATTENTION_MERGE if op.attention.groups and not self._readers.get(
+                    op.attention.out
+                ):
+                    op.attention.out = None
+
+    def _rope_table(self, inverse_frequencies: Floats) -> int:
+        """The step's cosines and sines, computed once for all layers of the same frequencies."""
+        key = inverse_frequencies.tobytes()
+        if (known := self._rope_tables.get(key)) is not None:
+            return known
+        half = len(inverse_frequencies)
+        table = self._buffer(2 * half)
+        frequencies = self._constant(inverse_frequencies, half)
+        self._add(OpKind.ROPE_TABLE, rope_table=c.RopeTable(_address(frequencies), table.address, half))
+        self._rope_tables[key] = table.address
+        return table.address
+
+    def _check_qkv(self, qkv: Buffer, layer: int, num_heads: int) -> None:
+        if num_heads < 1 or num_heads % self._num_kv_heads:
+            raise ValueError(f"{num_heads} heads cannot share {self._num_kv_heads} KV heads.")
+        if qkv.width != (num_heads + 2 * self._num_kv_heads) * self._head_dim or qkv.is_for_logits:
+            raise ValueError(f"{qkv.width} is not the width of {num_heads} heads' queries, keys and values.")
+        if layer < 0:
+            raise ValueError("A layer's number is not negative.")
+
+    def _buffer(self, width: int, is_for_logits: bool = False) -> Buffer:
+        return Buffer(self._memory.add(self._max_rows(is_for_logits) * width * 4), width, is_for_logits, None)
+
+    def _max_rows(self, is_for_logits: bool) -> int:
+        return self._max_logit_rows if is_for_logits else self._max_tokens
+
+    def _constant(self, values: Floats, size: int) -> Floats:
+        if values.shape != (size,):
+            raise ValueError(f"A vector of {size} is needed, not the shape {values.shape}.")
+        copy = np.array(values, np.float32)
+        self._kept.append(copy)
+        return copy
+
+    def _tiles(self, tiles: WeightTiles) -> c.Tiles:
+        self._kept.append(tiles)
+        return c.Tiles(_address(tiles.data), tiles.kind, tiles.rows, tiles.columns, tiles.num_groups)
+
+    def _add(self, kind: OpKind, is_for_logits: bool = False, **body: ctypes.Structure) -> int:
+        if len(self._ops) == MAX_OPS:
+            raise ValueError(f"A program has at most {MAX_OPS} operations.")
+        self._ops.append(c.Op(kind=kind, is_for_logits=is_for_logits, **body))
+        return len(self._ops) - 1
+
+    def _read(self, buffer: Buffer) -> None:
+        address = buffer.address
+        self._readers[address] = self._readers.get(address, 0) + 1
+
+    def _changed(self, buffer: Buffer) -> None:
+        self._quantized.pop(buffer.address, None)
+
+
+class Program:
+    """A recorded model. Not for use by two threads at once."""
+
+    def __init__(
+        self,
+        library: Library,
+        ops: Sequence[c.Op],
+        kept: Sequence[object],
+        logits: Floats,
+        *,
+        max_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_layers: int,
+        vocab_size: int,
+    ) -> None:
+        assert library.function("te_op_bytes", ctypes.c_size_t)() == ctypes.sizeof(c.Op)
+        assert library.function("te_step_bytes", ctypes.c_size_t)() == ctypes.sizeof(c.Step)
+        self.max_tokens = max_tokens
+        self.max_logit_rows = len(logits)
+        self._kept = tuple(kept)
+        self._logits = logits
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._num_layers = num_layers
+        self._vocab_size = vocab_size
+        self._run = library.function("te_program_run", c_int32, c_void_p, c_void_p, c_void_p)
+        self._destroy = library.function("te_program_destroy", None, c_void_p)
+        create = library.function("te_program_create", c_void_p, c_void_p, c_int32, c_int32)
+        self._handle: int | None = create((c.Op * len(ops))(*ops), len(ops), max_tokens)
+        if not self._handle:
+            raise MemoryError("There is no memory for the program.")
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self._destroy(self._handle)
+            self._handle = None
+
+    def run(self, step: StepArrays, cache: KVCache, pool: ThreadPool) -> Floats:
+        """Compute a step and store its keys and values in the cache.
+
+        Returns:
+            The logits, [num_logit_rows, vocab_size]: a view that the next step overwrites.
+
+        Raises:
+            ValueError: the step has no or too many tokens or logit rows, or an index that is out of range.
+            MemoryError: working memory for the step is not to be had.
+        """
+        self._check(step, cache)
+        addresses = [
+            _address(array)
+            for array in (
+                step.token_ids,
+                step.positions,
+                step.slots,
+                step.query_start,
+                step.seq_lens,
+                step.block_table,
+                step.logit_rows,
+            )
+        ]
+        structure = c.Step(
+            len(step.token_ids),
+            len(step.seq_lens),
+            len(step.logit_rows),
+            step.block_table.shape[1],
+            *addresses,
+            cache.structure,
+        )
+        if not self._run(self._handle, pool.handle, ctypes.addressof(structure)):
+            raise MemoryError("There is no memory for the step.")
+        return self._logits[: len(step.logit_rows)]
+
+    def _check(self, step: StepArrays, cache: KVCache) -> None:
+        num_tokens, num_seqs = len(step.token_ids), len(step.seq_lens)
+        arrays = [getattr(step, field.name) for field in attrs.fields(StepArrays)]
+        if any(array.dtype != np.int32 or not array.flags.c_contiguous for array in arrays):
+            raise ValueError("The arrays of a step must be contiguous int32.")
+        if (cache.num_kv_heads, cache.head_dim) != (self._num_kv_heads, self._head_dim):
+            raise ValueError("The cache has other heads than the program.")
+        if cache.num_layers < self._num_layers:
+            raise ValueError("The cache has fewer layers than the program.")
+        if not 1 <= num_tokens <= self.max_tokens or len(step.logit_rows) > self.max_logit_rows:
+            raise ValueError(
+                f"A step takes 1 to {self.max_tokens} tokens and up to {self.max_logit_rows} rows of logits."
+            )
+        starts, lens, blocks = step.query_start, step.seq_lens, step.block_table
+        counts = np.diff(starts)
+        is_shaped = (
+            len(step.positions) == len(step.slots) == num_tokens
+            and len(starts) == num_seqs + 1
+            and blocks.ndim == 2
+            and len(blocks) == num_seqs
+        )
+        if not is_shaped or starts[0] != 0 or starts[-1] != num_tokens or counts.min(initial=1) < 1:
+            raise ValueError("The arrays of the step do not fit each other.")
+        if (lens < counts).any() or (-(-lens // cache.block_size) > blocks.shape[1]).any():
+            raise ValueError("A sequence is shorter than its queries or longer than its blocks.")
+        used = np.arange(blocks.shape[1]) * cache.block_size < lens[:, None]
+        limits = [
+            (step.token_ids, self._vocab_size),
+            (step.slots, cache.num_blocks * cache.block_size),
+            (step.logit_rows, num_tokens),
+            (blocks[used], cache.num_blocks),
+            (step.positions, 1 << 31),
+        ]
+        # An index out of range would read or overwrite foreign memory.
+        if any(array.size and not (array.min() >= 0 and array.max() < limit) for array, limit in limits):
+            raise ValueError("The step holds an index that is out of range.")
+
+
+def _address(array: NDArray[np.generic]) -> int:
+    return array.ctypes.data
+
+
+def _check_same(x: Buffer, residual: Buffer) -> None:
+    if x.width != residual.width or x.is_for_logits != residual.is_for_logits:
+        raise ValueError("What is added must have one shape.")
+    if x.address == residual.address:
+        raise ValueError("A buffer cannot be added to itself.")

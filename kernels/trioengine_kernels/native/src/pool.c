@@ -1,0 +1,247 @@
+/* Threads that work through a list of operations together.
+ *
+ * Each operation has a slot with two counters, both stamped with the epoch (the number of the run): chunks left to
+ * take, and chunks not yet done. A thread takes a chunk by a compare-and-swap on the first; everyone goes on when the
+ * second is zero. So nobody waits for a thread that took nothing: one that wakes late finds empty slots and runs
+ * through them, and one that sleeps through the end of a run fails its next compare-and-swap, whose epoch is gone.
+ * That is also why the slots belong to the pool and not to the caller's list. */
+#if defined(__linux__)
+#define _GNU_SOURCE
+#endif
+#include "te.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define END_OF_OPS 0xffffffffu
+#define SPINS_IN_RUN 4000   /* about 50 us: longer than most chunks */
+#define SPINS_BETWEEN 2000
+
+typedef struct {
+    _Alignas(64) _Atomic uint64_t left; /* epoch << 32 | chunks nobody took */
+    _Atomic uint64_t pending;           /* epoch << 32 | chunks not done */
+} Slot;
+
+typedef struct {
+    TePool *pool;
+    int32_t index;
+} Start;
+
+struct TePool {
+    int32_t num_threads;
+    int32_t num_started;
+    Slot *slots;
+    pthread_t *threads;
+    Start *starts;
+    /* Written by the caller before an epoch's slots, read only by a thread that took a chunk of that epoch. */
+    TeRun run;
+    void *context;
+    const int32_t *chunks;
+    _Alignas(64) _Atomic uint32_t epoch;
+    _Atomic uint32_t is_stopping;
+    /* What sleepers wait for: any change. */
+    _Alignas(64) _Atomic uint32_t events;
+    _Atomic uint32_t num_sleepers;
+#if !defined(__linux__)
+    pthread_mutex_t mutex;
+    pthread_cond_t condition;
+#endif
+};
+
+static inline void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void sleep_until_event(TePool *pool, uint32_t seen)
+{
+#if defined(__linux__)
+    syscall(SYS_futex, &pool->events, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+#else
+    pthread_mutex_lock(&pool->mutex);
+    while (atomic_load(&pool->events) == seen)
+        pthread_cond_wait(&pool->condition, &pool->mutex);
+    pthread_mutex_unlock(&pool->mutex);
+#endif
+}
+
+static void wake_sleepers(TePool *pool)
+{
+    if (atomic_load(&pool->num_sleepers) == 0)
+        return;
+#if defined(__linux__)
+    atomic_fetch_add(&pool->events, 1);
+    syscall(SYS_futex, &pool->events, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0);
+#else
+    pthread_mutex_lock(&pool->mutex);
+    atomic_fetch_add(&pool->events, 1);
+    pthread_cond_broadcast(&pool->condition);
+    pthread_mutex_unlock(&pool->mutex);
+#endif
+}
+
+static inline int is_done(TePool *pool, const Slot *slot, uint32_t epoch)
+{
+    (void)pool;
+    uint64_t pending = atomic_load_explicit(&slot->pending, memory_order_acquire);
+    return (uint32_t)(pending >> 32) != epoch || (uint32_t)pending == 0;
+}
+
+static inline int is_new_epoch(TePool *pool, const Slot *slot, uint32_t epoch)
+{
+    (void)slot;
+    return atomic_load_explicit(&pool->epoch, memory_order_acquire) != epoch ||
+           atomic_load_explicit(&pool->is_stopping, memory_order_acquire);
+}
+
+/* Spins for a while, then sleeps, until the condition holds. Whoever makes it true calls wake_sleepers afterwards:
+ * either it sees this sleeper, or this thread, having announced itself first, sees the condition. */
+static void wait_until(TePool *pool, int (*holds)(TePool *, const Slot *, uint32_t), const Slot *slot, uint32_t epoch,
+                       int32_t spins)
+{
+    for (int32_t i = 0; i < spins; i++) {
+        if (holds(pool, slot, epoch))
+            return;
+        relax();
+    }
+    atomic_fetch_add(&pool->num_sleepers, 1);
+    for (;;) {
+        uint32_t seen = atomic_load(&pool->events);
+        atomic_thread_fence(memory_order_seq_cst);
+        if (holds(pool, slot, epoch))
+            break;
+        sleep_until_event(pool, seen);
+    }
+    atomic_fetch_sub(&pool->num_sleepers, 1);
+}
+
+static void work(TePool *pool, uint32_t epoch, int32_t thread)
+{
+    for (int32_t op = 0;; op++) {
+        Slot *slot = &pool->slots[op];
+        uint64_t left = atomic_load_explicit(&slot->left, memory_order_acquire);
+        for (;;) {
+            if ((uint32_t)(left >> 32) != epoch || (uint32_t)left == END_OF_OPS)
+                return;
+            if ((uint32_t)left == 0)
+                break;
+            if (!atomic_compare_exchange_weak_explicit(&slot->left, &left, left - 1, memory_order_acq_rel,
+                                                       memory_order_acquire))
+                continue;
+            pool->run(pool->context, op, pool->chunks[op] - (int32_t)(uint32_t)left, thread);
+            if ((uint32_t)atomic_fetch_sub(&slot->pending, 1) == 1)
+                wake_sleepers(pool);
+            left = atomic_load_explicit(&slot->left, memory_order_acquire);
+        }
+        if (!is_done(pool, slot, epoch))
+            wait_until(pool, is_done, slot, epoch, SPINS_IN_RUN);
+    }
+}
+
+static void *worker(void *argument)
+{
+    Start *start = argument;
+    TePool *pool = start->pool;
+    uint32_t epoch = 0;
+    for (;;) {
+        wait_until(pool, is_new_epoch, NULL, epoch, SPINS_BETWEEN);
+        if (atomic_load(&pool->is_stopping))
+            return NULL;
+        epoch = atomic_load_explicit(&pool->epoch, memory_order_acquire);
+        work(pool, epoch, start->index);
+    }
+}
+
+TePool *te_pool_create(int32_t num_threads)
+{
+    TePool *pool = NULL;
+    if (posix_memalign((void **)&pool, 64, sizeof(TePool)))
+        return NULL;
+    *pool = (TePool){.num_threads = TE_MAX(num_threads, 1)};
+    pool->threads = calloc((size_t)pool->num_threads, sizeof(pthread_t));
+    pool->starts = calloc((size_t)pool->num_threads, sizeof(Start));
+    if (posix_memalign((void **)&pool->slots, 64, (TE_MAX_OPS + 1) * sizeof(Slot)))
+        pool->slots = NULL;
+    if (!pool->threads || !pool->starts || !pool->slots) {
+        free(pool->threads);
+        free(pool->starts);
+        free(pool->slots);
+        free(pool);
+        return NULL;
+    }
+    for (int32_t op = 0; op <= TE_MAX_OPS; op++) {
+        atomic_init(&pool->slots[op].left, 0);
+        atomic_init(&pool->slots[op].pending, 0);
+    }
+#if !defined(__linux__)
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->condition, NULL);
+#endif
+    for (int32_t i = 1; i < pool->num_threads; i++) {
+        pool->starts[i] = (Start){pool, i};
+        /* Where the system refuses a thread, the others do its work. */
+        if (pthread_create(&pool->threads[i], NULL, worker, &pool->starts[i]))
+            break;
+        pool->num_started = i;
+    }
+    return pool;
+}
+
+void te_pool_destroy(TePool *pool)
+{
+    atomic_store(&pool->is_stopping, 1);
+    wake_sleepers(pool);
+    for (int32_t i = 1; i <= pool->num_started; i++)
+        pthread_join(pool->threads[i], NULL);
+#if !defined(__linux__)
+    pthread_mutex_destroy(&pool->mutex);
+    pthread_cond_destroy(&pool->condition);
+#endif
+    free(pool->threads);
+    free(pool->starts);
+    free(pool->slots);
+    free(pool);
+}
+
+int32_t te_pool_num_threads(const TePool *pool)
+{
+    return pool->num_threads;
+}
+
+void te_pool_run(TePool *pool, TeRun run, void *context, int32_t num_ops, const int32_t *chunks)
+{
+    int32_t total = 0;
+    for (int32_t op = 0; op < num_ops; op++)
+        total = TE_MAX(total, chunks[op]);
+    if (pool->num_started == 0 || total <= 1) {
+        for (int32_t op = 0; op < num_ops; op++)
+            for (int32_t chunk = 0; chunk < chunks[op]; chunk++)
+                run(context, op, chunk, 0);
+        return;
+    }
+    uint32_t epoch = atomic_load_explicit(&pool->epoch, memory_order_relaxed) + 1;
+    epoch += epoch == 0;
+    pool->run = run;
+    pool->context = context;
+    pool->chunks = chunks;
+    for (int32_t op = 0; op < num_ops; op++) {
+        uint64_t counter = (uint64_t)epoch << 32 | (uint32_t)chunks[op];
+        atomic_store_explicit(&pool->slots[op].pending, counter, memory_order_relaxed);
+        atomic_store_explicit(&pool->slots[op].left, counter, memory_order_release);
+    }
+    atomic_store_explicit(&pool->slots[num_ops].left, (uint64_t)epoch << 32 | END_OF_OPS, memory_order_release);
+    atomic_store(&pool->epoch, epoch);
+    wake_sleepers(pool);
+    work(pool, epoch, 0);
+}

@@ -1,0 +1,364 @@
+/* Runs a model's list of operations for the tokens of one step.
+ *
+ * Before a step the operations are cut into chunks by the number of its tokens; the pool does the rest. Python has
+ * checked every size and index (program.py): nothing is checked again here. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "program.h"
+
+#define MAX_SPLIT_TOKENS 16   /* steps of at most so many tokens are cut along their keys, too */
+#define QUERY_ROWS 24         /* query rows times heads per KV head that an attention task aims at */
+#define WORK_PER_CHUNK 3000000 /* multiplications: some tens of microseconds */
+#define GATED_COLUMNS 512
+
+struct TeProgram {
+    TeOp *ops;
+    int32_t num_ops;
+    int32_t max_tokens;
+    int32_t *chunks;
+    /* Of the step that runs: */
+    TePool *pool;
+    int32_t num_threads;
+    TeStep step;
+    int32_t num_tasks;
+    int32_t num_merges;
+    int32_t task_capacity;
+    TeAttentionTask *tasks;
+    int32_t merge_row[MAX_SPLIT_TOKENS];
+    int32_t merge_partial[MAX_SPLIT_TOKENS + 1];
+    float *partials;
+    size_t partials_capacity;
+    float *scratch; /* of all threads */
+    size_t scratch_floats;
+    size_t scratch_capacity;
+};
+
+typedef struct {
+    int32_t strips;
+    int32_t tokens;
+} LinearBlock;
+
+TE_API size_t te_op_bytes(void)
+{
+    return sizeof(TeOp);
+}
+
+TE_API size_t te_step_bytes(void)
+{
+    return sizeof(TeStep);
+}
+
+size_t te_attention_scratch_floats(int32_t max_query_rows, int32_t padded_dim)
+{
+    size_t rows = (size_t)max_query_rows;
+    return rows * 2 + rows * (size_t)padded_dim * 3 + rows * TE_KV_SPLIT + 64;
+}
+
+TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops, int32_t max_tokens)
+{
+    TeProgram *program = calloc(1, sizeof *program);
+    if (!program)
+        return NULL;
+    program->ops = malloc((size_t)TE_MAX(num_ops, 1) * sizeof *ops);
+    program->chunks = malloc((size_t)TE_MAX(num_ops, 1) * sizeof *program->chunks);
+    if (!program->ops || !program->chunks) {
+        free(program->ops);
+        free(program->chunks);
+        free(program);
+        return NULL;
+    }
+    memcpy(program->ops, ops, (size_t)num_ops * sizeof *ops);
+    program->num_ops = num_ops;
+    program->max_tokens = max_tokens;
+    return program;
+}
+
+TE_API void te_program_destroy(TeProgram *program)
+{
+    free(program->ops);
+    free(program->chunks);
+    free(program->tasks);
+    free(program->partials);
+    free(program->scratch);
+    free(program);
+}
+
+static int32_t divide_up(int64_t a, int64_t b)
+{
+    return (int32_t)((a + b - 1) / b);
+}
+
+static int32_t rows_of(const TeProgram *program, const TeOp *op)
+{
+    return op->is_for_logits ? program->step.num_logit_rows : program->step.num_tokens;
+}
+
+static int32_t strips_of(const TeTiles *tiles)
+{
+    return divide_up(tiles->rows, tiles->kind == TE_F16 || tiles->kind == TE_F32 ? TE_FLOAT_ROWS : TE_TILE_ROWS);
+}
+
+/* How a product is cut: over strips, and where there are many tokens over these too, in multiples of 8. */
+static LinearBlock linear_block(const TeProgram *program, const TeTiles *tiles, int32_t rows)
+{
+    const int32_t strips = strips_of(tiles);
+    if (program->num_threads == 1)
+        return (LinearBlock){strips, rows};
+    const int32_t block_tokens = rows <= 96 ? rows : 64;
+    const int64_t blocks = divide_up(rows, block_tokens);
+    const int64_t work = (int64_t)tiles->rows * tiles->columns * rows;
+    int64_t chunks = TE_MAX(work / WORK_PER_CHUNK, 4 * program->num_threads);
+    int32_t per_chunk = divide_up(strips, divide_up(chunks, blocks));
+    per_chunk += per_chunk & 1; /* pairs share an activation's load */
+    return (LinearBlock){TE_MIN(per_chunk, strips), block_tokens};
+}
+
+static int32_t tokens_per_chunk(const TeProgram *program, int32_t rows)
+{
+    return program->num_threads == 1 ? rows : TE_MAX(1, TE_MIN(16, rows / (4 * program->num_threads)));
+}
+
+static int32_t num_chunks(const TeProgram *program, const TeOp *op)
+{
+    const int32_t rows = rows_of(program, op);
+    if (rows == 0)
+        return 0;
+    switch (op->kind) {
+    case TE_OP_LINEAR: {
+        LinearBlock block = linear_block(program, &op->linear.tiles, rows);
+        return divide_up(strips_of(&op->linear.tiles), block.strips) * divide_up(rows, block.tokens);
+    }
+    case TE_OP_GATED:
+        if (program->num_threads > 1 && rows < 2 * program->num_threads)
+            return rows * divide_up(op->gated.width, GATED_COLUMNS);
+        return divide_up(rows, tokens_per_chunk(program, rows));
+    case TE_OP_ATTENTION:
+        return program->num_tasks * program->step.cache.num_kv_heads;
+    case TE_OP_ATTENTION_MERGE:
+        return program->num_merges;
+    default:
+        return divide_up(rows, tokens_per_chunk(program, rows));
+    }
+}
+
+static void run_linear(const TeProgram *program, const TeOp *op, int32_t rows, int32_t chunk)
+{
+    const TeLinear *linear = &op->linear;
+    const LinearBlock block = linear_block(program, &linear->tiles, rows);
+    const int32_t strips = strips_of(&linear->tiles), strip_chunks = divide_up(strips, block.strips);
+    const int32_t strip = chunk % strip_chunks * block.strips, token = chunk / strip_chunks * block.tokens;
+    te_kernels()->linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip,
+                         TE_MIN(strip + block.strips, strips), token, TE_MIN(token + block.tokens, rows));
+}
+
+static void run_gated(const TeProgram *program, const TeOp *op, int32_t rows, int32_t chunk)
+{
+    const TeGated *gated = &op->gated;
+    const int32_t width = gated->width, groups = divide_up(width, TE_GROUP);
+    int32_t first, end, column = 0, end_column = width;
+    if (program->num_threads > 1 && rows < 2 * program->num_threads) {
+        int32_t pieces = divide_up(width, GATED_COLUMNS);
+        first = chunk / pieces;
+        end = first + 1;
+        column = chunk % pieces * GATED_COLUMNS;
+        end_column = TE_MIN(column + GATED_COLUMNS, width);
+    } else {
+        int32_t count = tokens_per_chunk(program, rows);
+        first = chunk * count;
+        end = TE_MIN(first + count, rows);
+    }
+    for (int32_t row = first; row < end; row++)
+        te_kernels()->gated(gated->x + (int64_t)row * 2 * width, width, gated->activation, column, end_column,
+                            gated->out ? gated->out + (int64_t)row * width : NULL,
+                            gated->groups ? gated->groups + (int64_t)row * groups : NULL);
+}
+
+/* cos(x) of a float angle, as the reference computes it: position * frequency is rounded to a float. */
+static void rope_table_row(const TeRopeTable *table, int32_t position, float *out)
+{
+    for (int32_t i = 0; i < table->half; i++) {
+        float angle = (float)position * table->inverse_frequencies[i];
+        out[i] = (float)cos((double)angle);
+        out[table->half + i] = (float)sin((double)angle);
+    }
+}
+
+static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
+{
+    const TeKernels *kernels = te_kernels();
+    const TeStep *step = &program->step;
+    switch (op->kind) {
+    case TE_OP_EMBEDDING:
+        kernels->embedding(&op->embedding.tiles, step->token_ids[row],
+                           op->embedding.out + row * op->embedding.tiles.columns);
+        break;
+    case TE_OP_RMS_NORM: {
+        const TeNorm *norm = &op->norm;
+        kernels->rms_norm(norm->x + row * norm->width, norm->residual ? norm->residual + row * norm->width : NULL,
+                          norm->weight, norm->epsilon, norm->width, norm->out ? norm->out + row * norm->width : NULL,
+                          norm->groups ? norm->groups + row * divide_up(norm->width, TE_GROUP) : NULL);
+        break;
+    }
+    case TE_OP_QUANTIZE:
+        kernels->quantize(op->quantize.x + row * op->quantize.width, op->quantize.width,
+                          op->quantize.groups + row * divide_up(op->quantize.width, TE_GROUP));
+        break;
+    case TE_OP_ADD:
+        kernels->add(op->add.x + row * op->add.width, op->add.residual + row * op->add.width, op->add.width);
+        break;
+    case TE_OP_ROPE_TABLE:
+        rope_table_row(&op->rope_table, step->positions[row], op->rope_table.out + row * 2 * op->rope_table.half);
+        break;
+    case TE_OP_ROPE_WRITE: {
+        const TeRopeWrite *rope = &op->rope_write;
+        kernels->rope_write(rope->qkv + row * rope->qkv_stride, rope->cos_sin + row * 2 * rope->half, rope->half,
+                            rope->num_heads, &step->cache, rope->layer, step->slots[row]);
+        break;
+    }
+    case TE_OP_SELECT_ROWS:
+        memcpy(op->select.out + row * op->select.width,
+               op->select.x + (int64_t)step->logit_rows[row] * op->select.width,
+               (size_t)op->select.width * sizeof(float));
+        break;
+    default:
+        abort();
+    }
+}
+
+static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t thread)
+{
+    TeProgram *program = context;
+    const TeOp *op = &program->ops[index];
+    const int32_t rows = rows_of(program, op);
+    switch (op->kind) {
+    case TE_OP_LINEAR:
+        run_linear(program, op, rows, chunk);
+        break;
+    case TE_OP_GATED:
+        run_gated(program, op, rows, chunk);
+        break;
+    case TE_OP_ATTENTION: {
+        /* Tasks with the most keys first: the last ones to finish are short. */
+        int32_t kv_heads = program->step.cache.num_kv_heads, task = program->num_tasks - 1 - chunk / kv_heads;
+        TeAttention attention = op->attention;
+        attention.partials = program->partials;
+        te_kernels()->attention(&attention, &program->step, &program->tasks[task], chunk % kv_heads,
+                                program->scratch + (size_t)thread * program->scratch_floats);
+        break;
+    }
+    case TE_OP_ATTENTION_MERGE: {
+        TeAttention attention = op->attention;
+        attention.partials = program->partials;
+        te_kernels()->merge(&attention, &program->step, program->merge_row[chunk], program->merge_partial[chunk],
+                            program->merge_partial[chunk + 1] - program->merge_partial[chunk]);
+        break;
+    }
+    default: {
+        int32_t count = tokens_per_chunk(program, rows), first = chunk * count;
+        for (int32_t row = first; row < TE_MIN(first + count, rows); row++)
+            run_row(program, op, row);
+    }
+    }
+}
+
+static int reserve(void **memory, size_t *capacity, size_t bytes)
+{
+    if (bytes <= *capacity)
+        return 1;
+    void *larger = NULL;
+    if (posix_memalign(&larger, 64, bytes))
+        return 0;
+    free(*memory);
+    *memory = larger;
+    *capacity = bytes;
+    return 1;
+}
+
+static int32_t first_split_of(int32_t place, int32_t window)
+{
+    return window ? TE_MAX(place - window + 1, 0) / TE_KV_SPLIT : 0;
+}
+
+/* Cuts the step's queries into tasks: a few tokens each; where the step is so small that threads would idle, each
+ * token's keys into splits. Fills in the tasks when `program->tasks` is there, else only counts. */
+static void plan_tasks(TeProgram *program, int32_t group, int32_t window, TeAttentionTask *tasks)
+{
+    const TeStep *step = &program->step;
+    const int32_t tokens_per_task = TE_MAX(1, QUERY_ROWS / group);
+    const int32_t is_cut = program->num_threads > 1 && step->num_tokens <= MAX_SPLIT_TOKENS;
+    int32_t count = 0, partial = 0;
+    program->num_merges = 0;
+    for (int32_t sequence = 0; sequence < step->num_sequences; sequence++) {
+        const int32_t start = step->query_start[sequence], end = step->query_start[sequence + 1];
+        for (int32_t row = start; row < end;) {
+            const int32_t num_rows = is_cut ? 1 : TE_MIN(tokens_per_task, end - row);
+            const int32_t place = step->seq_lens[sequence] - (end - row), last = place + num_rows - 1;
+            const int32_t first_split = first_split_of(place, window), end_split = last / TE_KV_SPLIT + 1;
+            TeAttentionTask task = {sequence, row, num_rows, first_split, end_split, -1};
+            if (is_cut && end_split - first_split > 1) {
+                if (tasks) {
+                    program->merge_row[program->num_merges] = row;
+                    program->merge_partial[program->num_merges] = partial;
+                    program->merge_partial[program->num_merges + 1] = partial + end_split - first_split;
+                }
+                program->num_merges++;
+                for (int32_t split = first_split; split < end_split; split++, count++, partial++)
+                    if (tasks)
+                        tasks[count] = (TeAttentionTask){sequence, row, num_rows, split, split + 1, partial};
+            } else {
+                if (tasks)
+                    tasks[count] = task;
+                count++;
+            }
+            row += num_rows;
+        }
+    }
+    program->num_tasks = count;
+}
+
+static int prepare_attention(TeProgram *program)
+{
+    const TeOp *attention = NULL;
+    int32_t window = 0, all_windows = 1;
+    for (int32_t op = 0; op < program->num_ops; op++)
+        if (program->ops[op].kind == TE_OP_ATTENTION) {
+            attention = &program->ops[op];
+            window = TE_MAX(window, attention->attention.window);
+            all_windows &= attention->attention.window > 0;
+        }
+    if (!attention)
+        return 1;
+    if (!all_windows)
+        window = 0; /* layers without see all keys; those with a window skip what they do not see */
+    const TeCache *cache = &program->step.cache;
+    const int32_t group = attention->attention.num_heads / cache->num_kv_heads;
+    plan_tasks(program, group, window, NULL);
+    size_t task_bytes = (size_t)program->task_capacity * sizeof(TeAttentionTask);
+    if (!reserve((void **)&program->tasks, &task_bytes, (size_t)program->num_tasks * sizeof(TeAttentionTask)))
+        return 0;
+    program->task_capacity = (int32_t)(task_bytes / sizeof(TeAttentionTask));
+    plan_tasks(program, group, window, program->tasks);
+    size_t num_partials = program->num_merges ? (size_t)program->merge_partial[program->num_merges] : 0;
+    size_t partial_bytes = num_partials * (size_t)attention->attention.num_heads * (2 + (size_t)cache->padded_dim) * 4;
+    program->scratch_floats = te_attention_scratch_floats(TE_MAX(QUERY_ROWS, group), cache->padded_dim);
+    program->scratch_floats = (program->scratch_floats + 15) / 16 * 16;
+    return reserve((void **)&program->partials, &program->partials_capacity, partial_bytes) &&
+           reserve((void **)&program->scratch, &program->scratch_capacity,
+                   (size_t)program->num_threads * program->scratch_floats * sizeof(float));
+}
+
+/* Returns 0 where memory for the step is not to be had. */
+TE_API int32_t te_program_run(TeProgram *program, TePool *pool, const TeStep *step)
+{
+    program->pool = pool;
+    program->num_threads = te_pool_num_threads(pool);
+    program->step = *step;
+    if (!prepare_attention(program))
+        return 0;
+    for (int32_t op = 0; op < program->num_ops; op++)
+        program->chunks[op] = num_chunks(program, &program->ops[op]);
+    te_pool_run(pool, run_chunk, program, program->num_ops, program->chunks);
+    return 1;
+}

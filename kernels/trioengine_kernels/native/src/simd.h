@@ -1,0 +1,182 @@
+/* Vectors of eight floats, for whatever processor this file is compiled for. */
+#ifndef TE_SIMD_H
+#define TE_SIMD_H
+
+#include "half.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define TE_INLINE static inline __attribute__((always_inline, unused))
+
+typedef float vf __attribute__((vector_size(32)));
+typedef int32_t vi __attribute__((vector_size(32)));
+
+TE_INLINE vf vf_load(const float *p)
+{
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+TE_INLINE void vf_store(float *p, vf v)
+{
+    memcpy(p, &v, sizeof v);
+}
+
+TE_INLINE vf vf_set(float x)
+{
+    return (vf){x, x, x, x, x, x, x, x};
+}
+
+TE_INLINE vf vf_zero(void)
+{
+    return (vf){0};
+}
+
+TE_INLINE vi vi_set(int32_t x)
+{
+    return (vi){x, x, x, x, x, x, x, x};
+}
+
+/* a * b + c, rounded once where the processor can. */
+TE_INLINE vf vf_fma(vf a, vf b, vf c)
+{
+#if defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    float32x4_t av[2], bv[2], cv[2];
+    memcpy(av, &a, 32);
+    memcpy(bv, &b, 32);
+    memcpy(cv, &c, 32);
+    cv[0] = vfmaq_f32(cv[0], av[0], bv[0]);
+    cv[1] = vfmaq_f32(cv[1], av[1], bv[1]);
+    memcpy(&c, cv, 32);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+TE_INLINE vf vf_select(vi mask, vf yes, vf no)
+{
+    return (vf)((mask & (vi)yes) | (~mask & (vi)no));
+}
+
+TE_INLINE vf vf_max(vf a, vf b)
+{
+#if defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return vf_select(a > b, a, b);
+#endif
+}
+
+TE_INLINE vf vf_min(vf a, vf b)
+{
+#if defined(__AVX2__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return vf_select(a < b, a, b);
+#endif
+}
+
+TE_INLINE vf vf_abs(vf a)
+{
+    return (vf)((vi)a & vi_set(0x7fffffff));
+}
+
+/* Always in this order: lanes four apart, then two, then one. */
+TE_INLINE float vf_sum(vf a)
+{
+    float s0 = a[0] + a[4], s1 = a[1] + a[5], s2 = a[2] + a[6], s3 = a[3] + a[7];
+    return (s0 + s2) + (s1 + s3);
+}
+
+TE_INLINE float vf_largest(vf a)
+{
+    float s0 = a[0] > a[4] ? a[0] : a[4], s1 = a[1] > a[5] ? a[1] : a[5];
+    float s2 = a[2] > a[6] ? a[2] : a[6], s3 = a[3] > a[7] ? a[3] : a[7];
+    s0 = s0 > s2 ? s0 : s2;
+    s1 = s1 > s3 ? s1 : s3;
+    return s0 > s1 ? s0 : s1;
+}
+
+TE_INLINE vf vf_load_half(const uint16_t *p)
+{
+#if defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__aarch64__)
+    float16x4_t h[2];
+    float32x4_t f[2];
+    vf v;
+    memcpy(h, p, 16);
+    f[0] = vcvt_f32_f16(h[0]);
+    f[1] = vcvt_f32_f16(h[1]);
+    memcpy(&v, f, 32);
+    return v;
+#else
+    vf v;
+    for (int i = 0; i < 8; i++)
+        v[i] = te_half_to_float(p[i]);
+    return v;
+#endif
+}
+
+TE_INLINE void vf_store_half(uint16_t *p, vf v)
+{
+#if defined(__F16C__)
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < 8; i++)
+        p[i] = te_float_to_half(v[i]);
+#endif
+}
+
+/* The nearest integer, ties to even, for numbers below 2^22. */
+TE_INLINE vf vf_round(vf x)
+{
+    const vf magic = vf_set(12582912.0f);
+    return (x + magic) - magic;
+}
+
+/* e^x to about 1e-7, relative; exactly 0 below -87.3 and for -infinity; NaN stays NaN. After Cephes' expf: x = n ln 2
+ * + r with |r| <= ln 2 / 2, and a polynomial for e^r. */
+TE_INLINE vf vf_exp(vf x)
+{
+    vi is_tiny = x < vf_set(-87.3f);
+    vf bounded = vf_select(is_tiny, vf_set(-87.3f), x);
+    bounded = vf_select(bounded > vf_set(88.3f), vf_set(88.3f), bounded);
+    vf n = vf_round(bounded * vf_set(1.44269504088896341f));
+    vf r = vf_fma(n, vf_set(-0.693359375f), bounded);
+    r = vf_fma(n, vf_set(2.12194440e-4f), r);
+    vf p = vf_set(1.9875691500e-4f);
+    p = vf_fma(p, r, vf_set(1.3981999507e-3f));
+    p = vf_fma(p, r, vf_set(8.3334519073e-3f));
+    p = vf_fma(p, r, vf_set(4.1665795894e-2f));
+    p = vf_fma(p, r, vf_set(1.6666665459e-1f));
+    p = vf_fma(p, r, vf_set(5.0000001201e-1f));
+    p = vf_fma(p, r * r, r + vf_set(1.0f));
+    /* A NaN has no integer: its lane is converted from 0, and p is NaN already. */
+    vi exponent = __builtin_convertvector(vf_select(n == n, n, vf_zero()), vi);
+    vf scaled = p * (vf)((exponent + vi_set(127)) << 23);
+    return vf_select(is_tiny, vf_zero(), scaled);
+}
+
+/* 1 / (1 + e^-x). */
+TE_INLINE vf vf_sigmoid(vf x)
+{
+    return vf_set(1.0f) / (vf_set(1.0f) + vf_exp(-x));
+}
+
+/* To about 1e-7, absolute. */
+TE_INLINE vf vf_tanh(vf x)
+{
+    return vf_set(1.0f) - vf_set(2.0f) / (vf_set(1.0f) + vf_exp(x + x));
+}
+
+#endif

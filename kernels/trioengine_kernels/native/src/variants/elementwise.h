@@ -1,0 +1,230 @@
+/* What is done to each token by itself: quantization of activations, norms, gates, rope, embedding rows. */
+#ifndef TE_ELEMENTWISE_H
+#define TE_ELEMENTWISE_H
+
+#include <math.h>
+
+#include "simd.h"
+#include "te.h"
+
+/* The group's largest magnitude becomes 127. A group with a NaN or an infinity is all NaN afterwards (its scale is),
+ * so that what went wrong shows in the output. */
+TE_INLINE void quantize_group(const vf x[4], TeGroup *group)
+{
+    vf largest = vf_max(vf_max(vf_abs(x[0]), vf_abs(x[1])), vf_max(vf_abs(x[2]), vf_abs(x[3])));
+    float max = vf_largest(largest);
+    /* A sum of all, times zero, is NaN if any is not finite; max alone may have dropped a NaN. */
+    float poison = vf_sum((x[0] + x[1]) + (x[2] + x[3])) * 0.0f;
+    float scale = max / 127.0f;
+    int is_usable = poison == 0.0f && scale >= 1e-30f;
+    vf inverse = vf_set(is_usable ? 127.0f / max : 0.0f);
+    vi sums = vi_set(0);
+    for (int i = 0; i < 4; i++) {
+        vf safe = is_usable ? x[i] : vf_zero();
+        vi q = __builtin_convertvector(vf_round(safe * inverse), vi);
+        sums += q;
+#if defined(__AVX512VL__)
+        _mm_storel_epi64((__m128i *)(group->q + 8 * i), _mm256_cvtepi32_epi8((__m256i)q));
+#elif defined(__AVX2__)
+        __m128i q16 = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)q), _mm256_extracti128_si256((__m256i)q, 1));
+        _mm_storel_epi64((__m128i *)(group->q + 8 * i), _mm_packs_epi16(q16, q16));
+#else
+        for (int j = 0; j < 8; j++)
+            group->q[8 * i + j] = (int8_t)q[j];
+#endif
+    }
+    int32_t sum = ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+    group->scale = is_usable ? scale : poison;
+    group->sum = group->scale * (float)sum;
+    group->offset = -128 * sum;
+    group->unused = 0;
+}
+
+static void quantize(const float *x, int32_t width, TeGroup *groups)
+{
+    int32_t first = 0;
+    for (; first + TE_GROUP <= width; first += TE_GROUP, groups++) {
+        vf values[4] = {vf_load(x + first), vf_load(x + first + 8), vf_load(x + first + 16), vf_load(x + first + 24)};
+        quantize_group(values, groups);
+    }
+    if (first < width) {
+        float rest[TE_GROUP] = {0};
+        memcpy(rest, x + first, (size_t)(width - first) * sizeof(float));
+        vf values[4] = {vf_load(rest), vf_load(rest + 8), vf_load(rest + 16), vf_load(rest + 24)};
+        quantize_group(values, groups);
+    }
+}
+
+static void rms_norm(const float *x, float *residual, const float *weight, float epsilon, int32_t width, float *out,
+                     TeGroup *groups)
+{
+    vf sums[4] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
+    float rest = 0.0f;
+    const float *source = residual ? residual : x;
+    int32_t i = 0;
+    for (int lane = 0; i + 8 <= width; i += 8, lane = (lane + 1) & 3) {
+        vf value = vf_load(x + i);
+        if (residual) {
+            value = value + vf_load(residual + i);
+            vf_store(residual + i, value);
+        }
+        sums[lane] = vf_fma(value, value, sums[lane]);
+    }
+    for (; i < width; i++) {
+        float value = residual ? residual[i] += x[i] : x[i];
+        rest += value * value;
+    }
+    float total = vf_sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
+    float factor = 1.0f / sqrtf(total / (float)width + epsilon);
+    vf factors = vf_set(factor);
+    for (i = 0; i < width; i += TE_GROUP) {
+        int32_t end = TE_MIN(i + TE_GROUP, width);
+        if (end - i == TE_GROUP) {
+            vf values[4];
+            for (int j = 0; j < 4; j++)
+                values[j] = vf_load(source + i + 8 * j) * factors * vf_load(weight + i + 8 * j);
+            if (out)
+                for (int j = 0; j < 4; j++)
+                    vf_store(out + i + 8 * j, values[j]);
+            if (groups)
+                quantize_group(values, groups + i / TE_GROUP);
+        } else {
+            float values[TE_GROUP];
+            for (int32_t j = i; j < end; j++)
+                values[j - i] = source[j] * factor * weight[j];
+            if (out)
+                memcpy(out + i, values, (size_t)(end - i) * sizeof(float));
+            if (groups)
+                quantize(values, end - i, groups + i / TE_GROUP);
+        }
+    }
+}
+
+static void add(const float *x, float *residual, int32_t width)
+{
+    for (int32_t i = 0; i < width; i++)
+        residual[i] += x[i];
+}
+
+TE_INLINE vf activated(vf gate, int32_t activation)
+{
+    if (activation == TE_SILU)
+        return gate * vf_sigmoid(gate);
+    /* 0.5 x (1 + tanh y) = x sigmoid(2 y) */
+    vf cubed = gate * gate * gate;
+    return gate * vf_sigmoid(vf_set(2.0f * 0.7978845608f) * vf_fma(vf_set(0.044715f), cubed, gate));
+}
+
+static void gated(const float *gate_up, int32_t width, int32_t activation, int32_t first, int32_t end, float *out,
+                  TeGroup *groups)
+{
+    const float *up = gate_up + width;
+    for (int32_t i = first; i < end; i += TE_GROUP) {
+        float gates[TE_GROUP] = {0}, ups[TE_GROUP] = {0};
+        const float *gate_group = gate_up + i, *up_group = up + i;
+        int32_t count = TE_MIN(TE_GROUP, end - i);
+        if (count < TE_GROUP) {
+            memcpy(gates, gate_group, (size_t)count * sizeof(float));
+            memcpy(ups, up_group, (size_t)count * sizeof(float));
+            gate_group = gates;
+            up_group = ups;
+        }
+        vf values[4];
+        for (int j = 0; j < 4; j++)
+            values[j] = activated(vf_load(gate_group + 8 * j), activation) * vf_load(up_group + 8 * j);
+        if (out) {
+            float results[TE_GROUP];
+            memcpy(results, values, sizeof results);
+            memcpy(out + i, results, (size_t)count * sizeof(float));
+        }
+        if (groups)
+            quantize_group(values, groups + i / TE_GROUP);
+    }
+}
+
+static void store_value(uint16_t *p, const float *x, int32_t count)
+{
+    const vf limit = vf_set(65504.0f);
+    int32_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        vf value = vf_load(x + i);
+        value = vf_select(value > limit, limit, value); /* NaN stays */
+        vf_store_half(p + i, vf_select(value < -limit, -limit, value));
+    }
+    for (; i < count; i++) {
+        float value = x[i] > 65504.0f ? 65504.0f : x[i];
+        p[i] = te_float_to_half(value < -65504.0f ? -65504.0f : value);
+    }
+}
+
+static void rope_write(float *qkv, const float *cos_sin, int32_t half, int32_t num_heads, const TeCache *cache,
+                       int32_t layer, int32_t slot)
+{
+    const int32_t dim = cache->head_dim;
+    const float *cosines = cos_sin, *sines = cos_sin + half;
+    for (int32_t head = 0; head < num_heads + cache->num_kv_heads; head++) {
+        float *x = qkv + (int64_t)head * dim;
+        int32_t i = 0;
+        for (; i + 8 <= half; i += 8) {
+            vf first = vf_load(x + i), second = vf_load(x + half + i), c = vf_load(cosines + i), s = vf_load(sines + i);
+            vf_store(x + i, first * c - second * s);
+            vf_store(x + half + i, second * c + first * s);
+        }
+        for (; i < half; i++) {
+            float first = x[i], second = x[half + i];
+            x[i] = first * cosines[i] - second * sines[i];
+            x[half + i] = second * cosines[i] + first * sines[i];
+        }
+    }
+    const float *keys = qkv + (int64_t)num_heads * dim, *values = keys + (int64_t)cache->num_kv_heads * dim;
+    const int32_t lane = slot % TE_KV_TOKENS;
+    for (int32_t head = 0; head < cache->num_kv_heads; head++) {
+        uint16_t *key_block = te_cache_keys(cache, layer, slot, head), halves[8];
+        const float *key = keys + (int64_t)head * dim;
+        for (int32_t i = 0; i < dim; i += 8) {
+            int32_t count = TE_MIN(8, dim - i);
+            store_value(halves, key + i, count);
+            for (int32_t j = 0; j < count; j++)
+                key_block[(i + j) * TE_KV_TOKENS + lane] = halves[j];
+        }
+        uint16_t *value_block = key_block + (int64_t)dim * TE_KV_TOKENS;
+        store_value(value_block + (int64_t)lane * cache->padded_dim, values + (int64_t)head * dim, dim);
+    }
+}
+
+static void embedding(const TeTiles *tiles, int32_t row, float *out)
+{
+    const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
+    if (tiles->kind == TE_F16 || tiles->kind == TE_F32) {
+        const uint8_t *strip = tiles->data + (size_t)(row / TE_FLOAT_ROWS) * strip_bytes;
+        const int32_t lane = row % TE_FLOAT_ROWS;
+        for (int32_t i = 0; i < tiles->columns; i++) {
+            if (tiles->kind == TE_F32)
+                out[i] = ((const float *)strip)[i * TE_FLOAT_ROWS + lane];
+            else
+                out[i] = te_half_to_float(((const uint16_t *)strip)[i * TE_FLOAT_ROWS + lane]);
+        }
+        return;
+    }
+    const uint8_t *tile = tiles->data + (size_t)(row / TE_TILE_ROWS) * strip_bytes;
+    const int32_t lane = row % TE_TILE_ROWS;
+    for (int32_t group = 0; group < tiles->groups; group++) {
+        uint16_t halves[2 * TE_TILE_ROWS] = {0};
+        memcpy(halves, tile, tiles->kind == TE_INT8 ? 16 : 32);
+        float scale = te_half_to_float(halves[lane]), min = te_half_to_float(halves[TE_TILE_ROWS + lane]);
+        const uint8_t *bytes = tile + (tiles->kind == TE_INT8 ? 16 : 32);
+        int32_t count = TE_MIN(TE_GROUP, tiles->columns - group * TE_GROUP);
+        for (int32_t i = 0; i < count; i++) {
+            int32_t q;
+            if (tiles->kind == TE_INT4)
+                q = bytes[(i % 16) / 4 * 32 + 4 * lane + i % 4] >> (i < 16 ? 0 : 4) & 15;
+            else
+                q = (int32_t)bytes[i / 4 * 32 + 4 * lane + i % 4] - 128;
+            float value = scale * (float)q;
+            out[group * TE_GROUP + i] = tiles->kind == TE_INT8 ? value : value + min;
+        }
+        tile = bytes + (tiles->kind == TE_INT4 ? 128 : 256);
+    }
+}
+
+#endif

@@ -1,0 +1,20 @@
+/* The kernels for one kind of processor: compiled once for each, with its flags and its name as TE_VARIANT. */
+#include "attention.h"
+#include "elementwise.h"
+#include "products.h"
+
+#define TE_PASTE(a, b) a##b
+#define TE_TABLE(variant) TE_PASTE(te_kernels_, variant)
+
+extern const TeKernels TE_TABLE(TE_VARIANT);
+const TeKernels TE_TABLE(TE_VARIANT) = {
+    .quantize = quantize,
+    .linear = linear,
+    .embedding = embedding,
+    .rms_norm = rms_norm,
+    .add = add,
+    .gated = gated,
+    .rope_write = rope_write,
+    .attention = attention,
+    .merge = merge,
+};

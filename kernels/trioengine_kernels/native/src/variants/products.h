@@ -1,0 +1,384 @@
+/* Matrix products with packed weights.
+ *
+ * Each output is one sequence of operations, whatever else is computed beside it: for quantized tiles, groups in order
+ * of k, each an exact integer dot product, then
+ *     sum = fma(float(dot), scale_w * scale_x, sum);  sum = fma(min_w, sum_x, sum);
+ * for float tiles, one fma per column in order of k. The bias is added last. Blocks of tokens and strips only decide
+ * how often a tile is loaded. */
+#ifndef TE_PRODUCTS_H
+#define TE_PRODUCTS_H
+
+#include "simd.h"
+#include "te.h"
+
+#if defined(__AVX512VNNI__)
+#define TE_MAX_TOKENS 8
+#else
+#define TE_MAX_TOKENS 4
+#endif
+
+/* ---- one group: 8 rows x 32 columns as 8 vectors of 8 rows x 4 columns ---- */
+
+#if defined(__AVX2__)
+typedef __m256i Quad;
+
+TE_INLINE __m256i four_columns(const TeGroup *x, int j)
+{
+    int32_t bytes;
+    memcpy(&bytes, x->q + 4 * j, 4);
+    return _mm256_set1_epi32(bytes);
+}
+
+TE_INLINE void load_quads(int kind, const uint8_t *bytes, Quad w[8])
+{
+    if (kind == TE_INT4) {
+        const __m256i low = _mm256_set1_epi8(15);
+        for (int j = 0; j < 4; j++) {
+            __m256i both = _mm256_loadu_si256((const __m256i *)(bytes + 32 * j));
+            w[j] = _mm256_and_si256(both, low);
+            w[j + 4] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        }
+        return;
+    }
+    for (int j = 0; j < 8; j++) {
+        w[j] = _mm256_loadu_si256((const __m256i *)(bytes + 32 * j));
+#if !defined(__AVX512VNNI__)
+        w[j] = _mm256_xor_si256(w[j], _mm256_set1_epi8((char)0x80));
+#endif
+    }
+}
+
+TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
+{
+#if defined(__AVX512VNNI__)
+    __m256i sum = kind == TE_INT4 ? _mm256_setzero_si256() : _mm256_set1_epi32(x->offset);
+    for (int j = 0; j < 8; j++)
+        sum = _mm256_dpbusd_epi32(sum, w[j], four_columns(x, j));
+#else
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum;
+    if (kind == TE_INT4) {
+        /* No overflow: 8 * 2 * 15 * 127 = 30480. */
+        __m256i pairs = _mm256_maddubs_epi16(w[0], four_columns(x, 0));
+        for (int j = 1; j < 8; j++)
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[j], four_columns(x, j)));
+        sum = _mm256_madd_epi16(pairs, ones);
+    } else {
+        /* Magnitudes times signed activations; no overflow: 2 * 128 * 127 = 32512. */
+        sum = _mm256_setzero_si256();
+        for (int j = 0; j < 8; j++) {
+            __m256i signed_x = _mm256_sign_epi8(four_columns(x, j), w[j]);
+            __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), signed_x);
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        }
+    }
+#endif
+    return (vf)_mm256_cvtepi32_ps(sum);
+}
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+typedef struct {
+    int8x16_t low, high;
+} Quad;
+
+TE_INLINE void load_quads(int kind, const uint8_t *bytes, Quad w[8])
+{
+    if (kind == TE_INT4) {
+        for (int j = 0; j < 4; j++) {
+            uint8x16_t first = vld1q_u8(bytes + 32 * j), second = vld1q_u8(bytes + 32 * j + 16);
+            w[j].low = vreinterpretq_s8_u8(vandq_u8(first, vdupq_n_u8(15)));
+            w[j].high = vreinterpretq_s8_u8(vandq_u8(second, vdupq_n_u8(15)));
+            w[j + 4].low = vreinterpretq_s8_u8(vshrq_n_u8(first, 4));
+            w[j + 4].high = vreinterpretq_s8_u8(vshrq_n_u8(second, 4));
+        }
+        return;
+    }
+    for (int j = 0; j < 8; j++) {
+        w[j].low = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(bytes + 32 * j), vdupq_n_u8(0x80)));
+        w[j].high = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(bytes + 32 * j + 16), vdupq_n_u8(0x80)));
+    }
+}
+
+TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
+{
+    (void)kind;
+    int32x4_t low = vdupq_n_s32(0), high = vdupq_n_s32(0);
+    for (int j = 0; j < 8; j++) {
+        int32_t bytes;
+        memcpy(&bytes, x->q + 4 * j, 4);
+        int8x16_t columns = vreinterpretq_s8_s32(vdupq_n_s32(bytes));
+        low = vdotq_s32(low, w[j].low, columns);
+        high = vdotq_s32(high, w[j].high, columns);
+    }
+    float32x4_t both[2] = {vcvtq_f32_s32(low), vcvtq_f32_s32(high)};
+    vf result;
+    memcpy(&result, both, sizeof result);
+    return result;
+}
+
+#else
+typedef struct {
+    int8_t values[32];
+} Quad;
+
+TE_INLINE void load_quads(int kind, const uint8_t *bytes, Quad w[8])
+{
+    for (int j = 0; j < (kind == TE_INT4 ? 4 : 8); j++)
+        for (int i = 0; i < 32; i++) {
+            uint8_t byte = bytes[32 * j + i];
+            if (kind == TE_INT4) {
+                w[j].values[i] = (int8_t)(byte & 15);
+                w[j + 4].values[i] = (int8_t)(byte >> 4);
+            } else {
+                w[j].values[i] = (int8_t)(byte ^ 0x80);
+            }
+        }
+}
+
+TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
+{
+    (void)kind;
+    vf result;
+    int32_t sums[8] = {0};
+    for (int j = 0; j < 8; j++)
+        for (int row = 0; row < 8; row++)
+            for (int i = 0; i < 4; i++)
+                sums[row] += (int32_t)w[j].values[4 * row + i] * (int32_t)x->q[4 * j + i];
+    for (int row = 0; row < 8; row++)
+        result[row] = (float)sums[row];
+    return result;
+}
+#endif
+
+/* ---- blocks of strips x tokens, their sizes constants after inlining ---- */
+
+TE_INLINE void store_strip(float *out, vf value, const float *bias, int32_t row, int32_t rows)
+{
+    if (row + TE_TILE_ROWS <= rows) {
+        vf_store(out + row, bias ? value + vf_load(bias + row) : value);
+        return;
+    }
+    for (int32_t i = 0; row + i < rows; i++)
+        out[row + i] = bias ? value[i] + bias[row + i] : value[i];
+}
+
+TE_INLINE void quantized_block(int kind, int num_strips, int num_tokens, const TeTiles *tiles, const TeGroup *x,
+                               const float *bias, float *out, int64_t out_stride, int32_t strip, int32_t token)
+{
+    const int32_t groups = tiles->groups;
+    const int header = kind == TE_INT8 ? 16 : 32;
+    const int tile_bytes = header + (kind == TE_INT4 ? 128 : 256);
+    const size_t strip_bytes = (size_t)groups * (size_t)tile_bytes;
+    const uint8_t *tile = tiles->data + (size_t)strip * strip_bytes;
+    const TeGroup *rows = x + (int64_t)token * groups;
+    vf sums[2][TE_MAX_TOKENS];
+    for (int s = 0; s < num_strips; s++)
+        for (int t = 0; t < num_tokens; t++)
+            sums[s][t] = vf_zero();
+    for (int32_t group = 0; group < groups; group++, tile += tile_bytes, rows++) {
+#pragma GCC unroll 2
+        for (int s = 0; s < num_strips; s++) {
+            const uint8_t *p = tile + (size_t)s * strip_bytes;
+            Quad w[8];
+            vf scale = vf_load_half((const uint16_t *)p);
+            vf min = kind == TE_INT8 ? vf_zero() : vf_load_half((const uint16_t *)p + TE_TILE_ROWS);
+            load_quads(kind, p + header, w);
+#if defined(__x86_64__)
+            if (num_tokens == 1)
+                __builtin_prefetch(p + 12 * tile_bytes);
+#endif
+#pragma GCC unroll 8
+            for (int t = 0; t < num_tokens; t++) {
+                const TeGroup *xt = rows + (int64_t)t * groups;
+                sums[s][t] = vf_fma(dot(kind, w, xt), scale * vf_set(xt->scale), sums[s][t]);
+                if (kind != TE_INT8)
+                    sums[s][t] = vf_fma(min, vf_set(xt->sum), sums[s][t]);
+            }
+        }
+    }
+    for (int s = 0; s < num_strips; s++)
+        for (int t = 0; t < num_tokens; t++)
+            store_strip(out + (token + t) * out_stride, sums[s][t], bias, (strip + s) * TE_TILE_ROWS, tiles->rows);
+}
+
+TE_INLINE void quantized_strips(int kind, int num_tokens, const TeTiles *tiles, const TeGroup *x, const float *bias,
+                                float *out, int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t token)
+{
+    int32_t strip = first_strip;
+    if (num_tokens <= 2)
+        for (; strip + 2 <= end_strip; strip += 2)
+            quantized_block(kind, 2, num_tokens, tiles, x, bias, out, out_stride, strip, token);
+    for (; strip < end_strip; strip++)
+        quantized_block(kind, 1, num_tokens, tiles, x, bias, out, out_stride, strip, token);
+}
+
+TE_INLINE void quantized_linear(int kind, const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,
+                                int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
+{
+    int32_t token = first;
+    while (token < end) {
+        int32_t count = end - token;
+#define TE_TOKENS(n)                                                                                                   \
+    quantized_strips(kind, n, tiles, x, bias, out, out_stride, first_strip, end_strip, token);                         \
+    token += n
+#if TE_MAX_TOKENS == 8
+        if (count >= 8) {
+            TE_TOKENS(8);
+        } else
+#endif
+            if (count >= 4) {
+            TE_TOKENS(4);
+        } else if (count == 3) {
+            TE_TOKENS(3);
+        } else if (count == 2) {
+            TE_TOKENS(2);
+        } else {
+            TE_TOKENS(1);
+        }
+#undef TE_TOKENS
+    }
+}
+
+#define TE_QUANTIZED(name, kind)                                                                                       \
+    static __attribute__((noinline)) void name(const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,  \
+                                               int64_t out_stride, int32_t first_strip, int32_t end_strip,             \
+                                               int32_t first, int32_t end)                                             \
+    {                                                                                                                  \
+        quantized_linear(kind, tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);                   \
+    }
+TE_QUANTIZED(linear_int4, TE_INT4)
+TE_QUANTIZED(linear_int8, TE_INT8)
+TE_QUANTIZED(linear_int8_affine, TE_INT8_AFFINE)
+#undef TE_QUANTIZED
+
+/* ---- float rows times halves or floats: weights, keys and values ---- */
+
+TE_INLINE vf load_column(int is_half, const void *b, int64_t i)
+{
+    return is_half ? vf_load_half((const uint16_t *)b + i) : vf_load((const float *)b + i);
+}
+
+/* sums[row][16 w + c] += sum over k of a[row][k] * b[k * b_stride + w * b_width + c], one fma after the other. */
+TE_INLINE void float_block(int is_half, int num_rows, int num_wide, const float *a, int64_t a_stride, const void *b,
+                           int64_t b_stride, int64_t b_width, int32_t count, float *sums, int64_t sum_stride,
+                           int64_t sum_width)
+{
+    vf acc[6][4][2];
+    for (int r = 0; r < num_rows; r++)
+        for (int w = 0; w < num_wide; w++)
+            for (int h = 0; h < 2; h++)
+                acc[r][w][h] = vf_load(sums + r * sum_stride + w * sum_width + 8 * h);
+    for (int32_t k = 0; k < count; k++) {
+#pragma GCC unroll 4
+        for (int w = 0; w < num_wide; w++) {
+            vf low = load_column(is_half, b, k * b_stride + w * b_width);
+            vf high = load_column(is_half, b, k * b_stride + w * b_width + 8);
+#pragma GCC unroll 6
+            for (int r = 0; r < num_rows; r++) {
+                vf x = vf_set(a[r * a_stride + k]);
+                acc[r][w][0] = vf_fma(x, low, acc[r][w][0]);
+                acc[r][w][1] = vf_fma(x, high, acc[r][w][1]);
+            }
+        }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int w = 0; w < num_wide; w++)
+            for (int h = 0; h < 2; h++)
+                vf_store(sums + r * sum_stride + w * sum_width + 8 * h, acc[r][w][h]);
+}
+
+/* The same for any number of rows and of 16-column pieces. */
+TE_INLINE void float_product(int is_half, int32_t num_rows, int32_t num_wide, const float *a, int64_t a_stride,
+                             const void *b, int64_t b_stride, int64_t b_width, int32_t count, float *sums,
+                             int64_t sum_stride, int64_t sum_width)
+{
+    const size_t item = is_half ? 2 : 4;
+#define TE_BLOCK(rows, wide)                                                                                           \
+    float_block(is_half, rows, wide, a + r * a_stride, a_stride, (const char *)b + (size_t)w * (size_t)b_width * item, \
+                b_stride, b_width, count, sums + r * sum_stride + w * sum_width, sum_stride, sum_width)
+    for (int32_t r = 0; r < num_rows;) {
+        int32_t rows = num_rows - r, w = 0;
+        if (rows >= 6) {
+            for (; w < num_wide; w++)
+                TE_BLOCK(6, 1);
+            r += 6;
+        } else if (rows >= 3) {
+            for (; w + 2 <= num_wide; w += 2)
+                TE_BLOCK(3, 2);
+            for (; w < num_wide; w++)
+                TE_BLOCK(3, 1);
+            r += 3;
+        } else {
+            for (; w + 4 <= num_wide; w += 4)
+                TE_BLOCK(1, 4);
+            for (; w < num_wide; w++)
+                TE_BLOCK(1, 1);
+            r += 1;
+        }
+    }
+#undef TE_BLOCK
+}
+
+TE_INLINE void float_linear(int is_half, const TeTiles *tiles, const float *x, const float *bias, float *out,
+                            int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
+{
+    enum { MAX_WIDE = 4, MAX_ROWS = 12 };
+    float sums[MAX_ROWS * MAX_WIDE * TE_FLOAT_ROWS];
+    const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
+    const int64_t strip_items = (int64_t)tiles->columns * TE_FLOAT_ROWS;
+    for (int32_t token = first; token < end;) {
+        int32_t num_rows = TE_MIN(end - token, MAX_ROWS);
+        for (int32_t strip = first_strip; strip < end_strip;) {
+            int32_t wide = TE_MIN(end_strip - strip, MAX_WIDE);
+            memset(sums, 0, sizeof sums);
+            float_product(is_half, num_rows, wide, x + (int64_t)token * tiles->columns, tiles->columns,
+                          tiles->data + (size_t)strip * strip_bytes, TE_FLOAT_ROWS, strip_items, tiles->columns, sums,
+                          MAX_WIDE * TE_FLOAT_ROWS, TE_FLOAT_ROWS);
+            for (int32_t r = 0; r < num_rows; r++)
+                for (int32_t half = 0; half < 2 * wide; half++) {
+                    int32_t row = strip * TE_FLOAT_ROWS + half * TE_TILE_ROWS;
+                    store_strip(out + (token + r) * out_stride, vf_load(sums + (r * 2 * MAX_WIDE + half) * 8), bias,
+                                row, tiles->rows);
+                }
+            strip += wide;
+        }
+        token += num_rows;
+    }
+}
+
+static __attribute__((noinline)) void linear_f16(const TeTiles *tiles, const float *x, const float *bias, float *out,
+                                                 int64_t out_stride, int32_t first_strip, int32_t end_strip,
+                                                 int32_t first, int32_t end)
+{
+    float_linear(1, tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+}
+
+static __attribute__((noinline)) void linear_f32(const TeTiles *tiles, const float *x, const float *bias, float *out,
+                                                 int64_t out_stride, int32_t first_strip, int32_t end_strip,
+                                                 int32_t first, int32_t end)
+{
+    float_linear(0, tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+}
+
+static void linear(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
+                   int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
+{
+    switch (tiles->kind) {
+    case TE_INT4:
+        linear_int4(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+        break;
+    case TE_INT8:
+        linear_int8(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+        break;
+    case TE_INT8_AFFINE:
+        linear_int8_affine(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+        break;
+    case TE_F16:
+        linear_f16(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+        break;
+    default:
+        linear_f32(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+    }
+}
+
+#endif

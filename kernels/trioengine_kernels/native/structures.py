@@ -1,0 +1,203 @@
+# pyright: basic
+"""The C structures of the native backend, as ctypes sees them. Mirrors src/te.h and src/program.h, field by field."""
+
+import ctypes
+import enum
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+GROUP_BYTES = 48
+"""Of a `TeGroup`: 32 quantized activations with their scale and sums."""
+
+
+class OpKind(enum.IntEnum):
+    """`TeOpKind`."""
+
+    EMBEDDING = 0
+    RMS_NORM = 1
+    QUANTIZE = 2
+    LINEAR = 3
+    ADD = 4
+    ROPE_TABLE = 5
+    ROPE_WRITE = 6
+    ATTENTION = 7
+    ATTENTION_MERGE = 8
+    GATED = 9
+    SELECT_ROWS = 10
+
+
+class Activation(enum.IntEnum):
+    """`TeActivation`: what is done to a gate."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
+class Tiles(ctypes.Structure):
+    """`TeTiles`."""
+
+    _fields_ = [("data", c_void_p), ("kind", c_int32), ("rows", c_int32), ("columns", c_int32), ("groups", c_int32)]
+
+
+class Embedding(ctypes.Structure):
+    """`TeEmbedding`."""
+
+    _fields_ = [("tiles", Tiles), ("out", c_void_p)]
+
+
+class Norm(ctypes.Structure):
+    """`TeNorm`."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("groups", c_void_p),
+        ("width", c_int32),
+        ("epsilon", c_float),
+    ]
+
+
+class Quantize(ctypes.Structure):
+    """`TeQuantize`."""
+
+    _fields_ = [("x", c_void_p), ("groups", c_void_p), ("width", c_int32)]
+
+
+class Linear(ctypes.Structure):
+    """`TeLinear`."""
+
+    _fields_ = [("tiles", Tiles), ("x", c_void_p), ("bias", c_void_p), ("out", c_void_p), ("out_stride", c_int64)]
+
+
+class Add(ctypes.Structure):
+    """`TeAdd`."""
+
+    _fields_ = [("x", c_void_p), ("residual", c_void_p), ("width", c_int32)]
+
+
+class RopeTable(ctypes.Structure):
+    """`TeRopeTable`."""
+
+    _fields_ = [("inverse_frequencies", c_void_p), ("out", c_void_p), ("half", c_int32)]
+
+
+class RopeWrite(ctypes.Structure):
+    """`TeRopeWrite`."""
+
+    _fields_ = [
+        ("qkv", c_void_p),
+        ("cos_sin", c_void_p),
+        ("qkv_stride", c_int64),
+        ("half", c_int32),
+        ("num_heads", c_int32),
+        ("layer", c_int32),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """`TeAttention`."""
+
+    _fields_ = [
+        ("query", c_void_p),
+        ("out", c_void_p),
+        ("groups", c_void_p),
+        ("partials", c_void_p),
+        ("query_stride", c_int64),
+        ("layer", c_int32),
+        ("num_heads", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+    ]
+
+
+class Gated(ctypes.Structure):
+    """`TeGated`."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("groups", c_void_p),
+        ("width", c_int32),
+        ("activation", c_int32),
+    ]
+
+
+class SelectRows(ctypes.Structure):
+    """`TeSelectRows`."""
+
+    _fields_ = [("x", c_void_p), ("out", c_void_p), ("width", c_int32)]
+
+
+class _Body(ctypes.Union):
+    _fields_ = [
+        ("embedding", Embedding),
+        ("norm", Norm),
+        ("quantize", Quantize),
+        ("linear", Linear),
+        ("add", Add),
+        ("rope_table", RopeTable),
+        ("rope_write", RopeWrite),
+        ("attention", Attention),
+        ("gated", Gated),
+        ("select", SelectRows),
+    ]
+
+
+class Op(ctypes.Structure):
+    """`TeOp`."""
+
+    _anonymous_ = ("body",)
+    _fields_ = [("kind", c_int32), ("is_for_logits", c_int32), ("body", _Body)]
+
+    def parameters(self) -> ctypes.Structure:
+        """The member of the union that the kind uses."""
+        return getattr(self, _MEMBERS[OpKind(self.kind)])
+
+
+_MEMBERS = {
+    OpKind.EMBEDDING: "embedding",
+    OpKind.RMS_NORM: "norm",
+    OpKind.QUANTIZE: "quantize",
+    OpKind.LINEAR: "linear",
+    OpKind.ADD: "add",
+    OpKind.ROPE_TABLE: "rope_table",
+    OpKind.ROPE_WRITE: "rope_write",
+    OpKind.ATTENTION: "attention",
+    OpKind.ATTENTION_MERGE: "attention",
+    OpKind.GATED: "gated",
+    OpKind.SELECT_ROWS: "select",
+}
+
+
+class Cache(ctypes.Structure):
+    """`TeCache`."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("layer_size", c_int64),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("padded_dim", c_int32),
+        ("block_size", c_int32),
+    ]
+
+
+class Step(ctypes.Structure):
+    """`TeStep`."""
+
+    _fields_ = [
+        ("num_tokens", c_int32),
+        ("num_sequences", c_int32),
+        ("num_logit_rows", c_int32),
+        ("max_blocks", c_int32),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_start", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("logit_rows", c_void_p),
+        ("cache", Cache),
+    ]
