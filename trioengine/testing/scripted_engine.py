@@ -14,12 +14,13 @@ from trioengine.client.engine import Engine
 from trioengine.client.link import CoreLink
 from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.frontend.frontend import Frontend
+from trioengine.runtime.step_loop import Core
 from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.testing.memory_link import MemoryDealer, MemoryRouter
 from trioengine.testing.scripted_core import Script, ScriptedCore, scripted_ready
 from trioengine.transport.topology import core_identity
 from trioengine.types.codec import decode, encode, error_to_data
-from trioengine.types.messages import EngineCoreRequest, EngineDead, FromCore, Stop, ToCore
+from trioengine.types.messages import EngineCoreRequest, EngineDead, FromCore, Ready, Stop, ToCore
 
 MODEL_NAME = "scripted"
 
@@ -68,18 +69,25 @@ class ScriptedEngine:
 
 
 @asynccontextmanager
-async def open_scripted_engine(script: Script | None = None) -> AsyncGenerator[ScriptedEngine, None]:
-    """An open engine whose core follows the script, in tasks of this block; ended when the block is left."""
+async def open_scripted_engine(
+    script: Script | None = None, core: Core | None = None, ready: Ready | None = None
+) -> AsyncGenerator[ScriptedEngine, None]:
+    """An open engine whose core follows the script, in tasks of this block; ended when the block is left.
+
+    With another `core`, the script's pace alone counts, and `ready` is what that core is.
+    """
     script = Script() if script is None else script
+    if core is None:
+        core = ScriptedCore(attrs.evolve(script, pace_s=0.0), clock=trio.current_time)
     router, handle, frontend = MemoryRouter(), FakeCoreHandle(), Frontend()
     dealer = router.connect(core_identity(0))
     received: list[ToCore] = []
     async with trio.open_nursery() as nursery:
         core_scope = trio.CancelScope()
-        nursery.start_soon(_run_core, script, dealer, handle, received, core_scope)
+        nursery.start_soon(_run_core, core, script.pace_s, dealer, handle, received, core_scope)
         link = CoreLink(router, core_identity(0), handle, frontend)
         link.start(nursery)
-        engine = Engine(MODEL_NAME, scripted_ready(), FakeTokenizer(), frontend, link)
+        engine = Engine(MODEL_NAME, ready or scripted_ready(), FakeTokenizer(), frontend, link)
         yield ScriptedEngine(
             engine,
             frontend,
@@ -93,20 +101,24 @@ async def open_scripted_engine(script: Script | None = None) -> AsyncGenerator[S
 
 
 async def _run_core(
-    script: Script, dealer: MemoryDealer, handle: FakeCoreHandle, received: list[ToCore], scope: trio.CancelScope
+    core: Core,
+    pace_s: float,
+    dealer: MemoryDealer,
+    handle: FakeCoreHandle,
+    received: list[ToCore],
+    scope: trio.CancelScope,
 ) -> None:
     """The step loop of `runtime`, with awaits where that one blocks."""
-    core = ScriptedCore(attrs.evolve(script, pace_s=0.0), clock=trio.current_time)
     with scope:
         try:
-            await _run_steps(core, script.pace_s, dealer, received)
+            await _run_steps(core, pace_s, dealer, received)
         except RuntimeError as error:  # As the border of a core process: the front end is told.
             dealer.try_send((encode(EngineDead(error_to_data(EngineDeadError(f"The engine core died: {error}")))),))
     dealer.close()
     handle.exited.set()
 
 
-async def _run_steps(core: ScriptedCore, pace_s: float, dealer: MemoryDealer, received: list[ToCore]) -> None:
+async def _run_steps(core: Core, pace_s: float, dealer: MemoryDealer, received: list[ToCore]) -> None:
     unsent: deque[bytes] = deque()
     while True:
         await trio.lowlevel.checkpoint()

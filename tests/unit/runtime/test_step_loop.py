@@ -1,0 +1,222 @@
+"""The core process's loop: what it hands on, in which order, and what it does when its front end does not keep up."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+
+from trioengine.core.outbox import Outbox
+from trioengine.runtime import step_loop
+from trioengine.runtime.step_loop import Mailbox, run_step_loop
+from trioengine.types.codec import decode, encode, encode_reply
+from trioengine.types.messages import (
+    AbortRequests,
+    CallRequest,
+    CoreLoad,
+    EngineCoreRequest,
+    Finished,
+    GetLoad,
+    Reply,
+    Starting,
+    StepOutput,
+    Stop,
+    ToCore,
+    unpack_int32,
+)
+from trioengine.types.output import FinishReason
+from trioengine.types.params import SamplingParams
+
+
+class FakeSocket:
+    """A front end's mailbox: messages come when the test says, and there is room for as many as it says."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[list[bytes]] = deque()
+        self.sent: list[bytes] = []
+        self.room = 1000
+
+    def drain(self, max_messages: int = 1024) -> list[list[bytes]]:
+        messages = list(self.inbox)
+        self.inbox.clear()
+        return messages
+
+    def try_send(self, parts: Sequence[bytes]) -> bool:
+        if self.room == 0:
+            return False
+        self.room -= 1
+        self.sent.append(parts[-1])
+        return True
+
+    def outputs(self) -> list[StepOutput]:
+        decoded = [decode(data) for data in self.sent]
+        return [message for message in decoded if isinstance(message, StepOutput)]
+
+
+class CountingCore:
+    """Each step gives every request one token: the step's number."""
+
+    def __init__(self) -> None:
+        self.messages: list[ToCore] = []
+        self.slots: list[int] = []
+        self.outbox = Outbox()
+        self.num_steps = 0
+        self.steps_left = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.slots) and self.steps_left > 0
+
+    def handle(self, client: int, message: ToCore) -> Reply | None:
+        assert client == 0
+        self.messages.append(message)
+        match message:
+            case EngineCoreRequest():
+                self.slots.append(message.slot)
+                self.steps_left += 3
+            case AbortRequests(slots):
+                for slot in slots:
+                    self.slots.remove(slot)
+                    self.outbox.finish(Finished(slot, FinishReason.ABORT))
+            case CallRequest(call_id):
+                return Reply(call_id, encode_reply(GetLoad, CoreLoad(1, 2, 3, 4)))
+            case Stop():
+                pytest.fail("Stop is the loop's.")
+        return None
+
+    def step(self) -> None:
+        self.steps_left -= 1
+        for slot in self.slots:
+            self.outbox.slots.append(slot)
+            self.outbox.tokens.append(self.num_steps)
+        self.num_steps += 1
+
+    def take_output(self, client: int) -> StepOutput | None:
+        return self.outbox.take(self.num_steps, 0.0)
+
+
+@attrs.define
+class FakePage:
+    """Notes what the loop says about its steps."""
+
+    notes: list[str] = attrs.field(factory=list)
+
+    def begin_step(self) -> None:
+        self.notes.append("begin")
+
+    def end_step(self) -> None:
+        self.notes.append("end")
+
+
+class Loop:
+    """The loop over fakes; `wait` stands for the place where it blocks, and feeds it the next event."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.socket, self.core, self.page = FakeSocket(), CountingCore(), FakePage()
+        self.events: deque[Any] = deque()
+        self.was_full: list[bool] = []
+        monkeypatch.setattr(step_loop, "poll", self.wait)
+
+    def wait(self, sockets: Sequence[FakeSocket], *, full: Sequence[FakeSocket]) -> None:
+        assert list(sockets) == [self.socket]
+        self.was_full.append(list(full) == [self.socket])
+        event = self.events.popleft()
+        if isinstance(event, int):
+            self.socket.room += event
+        else:
+            self.socket.inbox.extend([b"front end", encode(message)] for message in event)
+
+    def run(self, *events: Any) -> None:
+        """Each event is a list of messages that arrive, or room to send; then it is told to stop."""
+        self.events.extend([*events, [Stop()]])
+        run_step_loop(self.core, [self.socket], self.page)  # type: ignore[list-item, arg-type]
+        assert not self.events
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
+    return Loop(monkeypatch)
+
+
+def add(slot: int = 0) -> EngineCoreRequest:
+    return EngineCoreRequest(slot, "id", b"\1\0\0\0", SamplingParams(), seed=0)
+
+
+def test_stop_ends_it_and_nothing_after_stop_is_handled(loop: Loop) -> None:
+    loop.events.append([add(1), Stop(), add(2)])
+    run_step_loop(loop.core, [loop.socket], loop.page)  # type: ignore[list-item, arg-type]
+    assert loop.core.messages == [add(1)]
+    assert loop.page.notes == []
+
+
+def test_messages_reach_the_core_in_their_order(loop: Loop) -> None:
+    messages = [add(0), add(1), AbortRequests((0,)), CallRequest(0, GetLoad())]
+    loop.run(messages)
+    assert loop.core.messages == messages
+    assert any(decode(data) == Reply(0, encode_reply(GetLoad, CoreLoad(1, 2, 3, 4))) for data in loop.socket.sent)
+
+
+def test_a_front_end_that_keeps_up_gets_an_output_for_each_step(loop: Loop) -> None:
+    loop.run([add()])
+    assert [unpack_int32(output.tokens).tolist() for output in loop.socket.outputs()] == [[0], [1], [2]]
+    assert [output.sequence for output in loop.socket.outputs()] == [0, 1, 2]
+    assert loop.page.notes == ["begin", "end"] * 3
+    assert loop.was_full == [False, False]
+
+
+def test_for_a_front_end_that_does_not_rows_are_merged_in_the_core(loop: Loop) -> None:
+    """One message waits here; everything later is one message when there is room, with no gap in the numbering."""
+    loop.socket.room = 0
+    loop.run([add()], [add(1)], 1, 10)
+    outputs = loop.socket.outputs()
+    assert [output.sequence for output in outputs] == [0, 1]
+    assert unpack_int32(outputs[0].tokens).tolist() == [0]
+    assert unpack_int32(outputs[1].slots).tolist() == [0, 1]
+    assert unpack_int32(outputs[1].counts).tolist() == [5, 3]
+    assert unpack_int32(outputs[1].tokens).tolist() == [1, 2, 3, 4, 5, 3, 4, 5]
+    assert loop.was_full == [False, True, True, True]
+
+
+def test_replies_wait_their_turn_and_are_not_lost(loop: Loop) -> None:
+    loop.socket.room = 0
+    loop.run([CallRequest(1, GetLoad()), CallRequest(2, GetLoad())], [CallRequest(3, GetLoad())], 2, 1)
+    assert [decode(data).call_id for data in loop.socket.sent] == [1, 2, 3]  # type: ignore[union-attr]
+
+
+def test_an_abort_is_answered_without_a_step(loop: Loop) -> None:
+    loop.core.slots = [5]
+    loop.run([AbortRequests((5,))])
+    assert loop.socket.outputs()[0].finished == (Finished(5, FinishReason.ABORT),)
+    assert loop.page.notes == []
+
+
+def test_garbage_is_ignored(loop: Loop) -> None:
+    """And so is what is for a front end."""
+    loop.socket.inbox.extend([[b"x"], [b""], [b"\xc1"], [encode(Starting("x", 0.0))]])
+    loop.run([add()])
+    assert len(loop.socket.outputs()) == 3
+
+
+def test_a_step_that_raises_is_the_end(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(loop.core, "step", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.run([add()])
+
+
+def test_a_mailbox_keeps_order() -> None:
+    socket = FakeSocket()
+    socket.room = 1
+    mailbox = Mailbox(0, socket)  # type: ignore[arg-type]
+    assert mailbox.flush()
+    for data in (b"1", b"2", b"3"):
+        mailbox.add(data)
+    assert mailbox.is_full
+    assert not mailbox.flush()
+    socket.room = 5
+    assert mailbox.flush()
+    assert not mailbox.is_full
+    assert socket.sent == [b"1", b"2", b"3"]
