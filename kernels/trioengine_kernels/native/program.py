@@ -282,7 +282,8 @@ class ProgramBuilder:
         return Program(
             self._library,
             self._ops,
-            [*self._kept, area.memory],
+            self._kept,
+            area.memory,
             logits_bytes.view(np.float32).reshape(self._max_logit_rows, logits.width),
             max_tokens=self._max_tokens,
             num_kv_heads=self._num_kv_heads,
@@ -407,6 +408,7 @@ class Program:
         library: Library,
         ops: Sequence[c.Op],
         kept: Sequence[object],
+        memory: NDArray[np.uint8],
         logits: Floats,
         *,
         max_tokens: int,
@@ -419,6 +421,8 @@ class Program:
         assert library.function("te_step_bytes", ctypes.c_size_t)() == ctypes.sizeof(c.Step)
         self.max_tokens = max_tokens
         self.max_logit_rows = len(logits)
+        self.memory = memory
+        """Of all buffers. A step reads nothing that it did not write; tests poison it."""
         self._kept = tuple(kept)
         self._logits = logits
         self._num_kv_heads = num_kv_heads

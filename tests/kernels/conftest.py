@@ -1,0 +1,34 @@
+"""Fixtures of the native backend's tests: the library, built once, and each kind of kernels that this processor runs."""
+
+from collections.abc import Iterator
+
+import pytest
+from trioengine_kernels.native.library import Isa, Library, NativeUnavailableError, ThreadPool, load_library
+
+from trioengine.config.env import cache_dir
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    try:
+        return load_library(cache_dir() / "native")
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def pool(library: Library) -> ThreadPool:
+    """Two threads, however many processors there are."""
+    return ThreadPool(library, 2)
+
+
+@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name.lower())
+def isa(request: pytest.FixtureRequest, library: Library) -> Iterator[Isa]:
+    """Kernels in use during a test."""
+    before = library.isa
+    try:
+        library.set_isa(request.param)
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+    yield request.param
+    library.set_isa(before)
