@@ -175,7 +175,7 @@ def test_for_a_front_end_that_does_not_rows_are_merged_in_the_core(loop: Loop) -
     assert unpack_int32(outputs[1].slots).tolist() == [0, 1]
     assert unpack_int32(outputs[1].counts).tolist() == [5, 3]
     assert unpack_int32(outputs[1].tokens).tolist() == [1, 2, 3, 4, 5, 3, 4, 5]
-    assert loop.was_full == [False, True, True, True]
+    assert loop.was_full == [False, True, True, True, False]
 
 
 def test_replies_wait_their_turn_and_are_not_lost(loop: Loop) -> None:
