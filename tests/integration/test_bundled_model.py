@@ -8,13 +8,15 @@ from trioengine.checkpoint.locate import resolve_model  # noqa: E402
 from trioengine.config import env  # noqa: E402
 from trioengine.config.resolve import ResolvedConfig  # noqa: E402
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
+from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.tokenizer.chat_template import render_chat  # noqa: E402
 from trioengine.tokenizer.tokenizer import load_tokenizer  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
-from trioengine.worker.loading import load_executor  # noqa: E402
+from trioengine.worker.loading import Computer, load_executor  # noqa: E402
 
 
-def test_the_capital_of_japan_is_tokyo() -> None:
+@pytest.mark.parametrize("name", ["torch", "native"])
+def test_the_capital_of_japan_is_tokyo(name: str) -> None:
     """Greedy, the prompt in two chunks, until the model's end token."""
     location = resolve_model(None, cache_dir=env.cache_dir())
     tokenizer = load_tokenizer(location)
@@ -30,6 +32,7 @@ def test_the_capital_of_japan_is_tokyo() -> None:
             cpu_threads=torch.get_num_threads(),
             reasons={},
         ),
+        Computer(None if name == "torch" else native_library()),
     )
     sequence = NewSequence(0, prompt, len(prompt), SamplingParams(temperature=0), seed=0)
     executor.submit(StepPlan(0, [ScheduledSequence(0, 0, 20, range(8))], [sequence]))

@@ -67,8 +67,11 @@ def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:  # py
     if option.kind is bool:
         group.add_argument(flag, action="store_true", default=nothing, help=_help(option))
     else:
-        metavar = METAVARS[option.kind]
-        group.add_argument(flag, type=option.kind, metavar=metavar, default=nothing, help=_help(option))
+        metavar = "|".join(option.choices) or METAVARS[option.kind]
+        choices = option.choices or None
+        group.add_argument(
+            flag, type=option.kind, metavar=metavar, choices=choices, default=nothing, help=_help(option)
+        )
 
 
 def _help(option: Option) -> str:

@@ -1,9 +1,18 @@
 """`EngineConfig`: what a user may decide about an engine. None means that `config.resolve` derives the value."""
 
+import enum
+
 import attrs
 from attrs.validators import optional
 
-from trioengine.config.options import documented, integer, number, text
+from trioengine.config.options import documented, integer, member_of, number, text, to_member_of
+
+
+class Quantization(enum.StrEnum):
+    """What weights become when a model is loaded."""
+
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 @attrs.frozen(kw_only=True)
@@ -26,6 +35,15 @@ class EngineConfig:
         default=None,
         validator=optional(text()),
         metadata=documented("The name that clients ask for. Unset is the model's own."),
+    )
+    quantization: Quantization | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(to_member_of(Quantization)),
+        validator=optional(member_of(Quantization)),
+        metadata=documented(
+            "Quantize the weights of a folder with safetensors when they are loaded: less memory, faster, a little less"
+            " exact. Unset keeps them as they are. A .gguf file has its own types."
+        ),
     )
     max_model_len: int | None = attrs.field(
         default=None,

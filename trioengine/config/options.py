@@ -4,10 +4,11 @@ A section is a frozen attrs class whose fields carry `documented("...")` as meta
 that name, type, default, meaning and limits of an option have one home. Knows no section and no command line.
 """
 
+import enum
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
@@ -17,6 +18,7 @@ from trioengine.errors import ConfigError
 OptionValue: TypeAlias = str | int | float | bool | None
 
 Section = TypeVar("Section", bound=attrs.AttrsInstance)
+Member = TypeVar("Member", bound=enum.StrEnum)
 Validator: TypeAlias = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 _HELP = "help"
@@ -31,6 +33,8 @@ class Option:
     default: OptionValue
     """None where the value is derived from model and machine, or there is none."""
     help: str
+    choices: Sequence[str] = ()
+    """The only values; none where any of the kind may do."""
 
 
 def documented(help_text: str) -> Mapping[str, str]:
@@ -42,14 +46,21 @@ def options_of(section: type[attrs.AttrsInstance]) -> Iterator[Option]:
     """The options of a section, in its fields' order."""
     hints = typing.get_type_hints(section)
     for field in attrs.fields(section):
+        kind = _kind(hints[field.name])
+        choices = [str(member.value) for member in kind] if issubclass(kind, enum.StrEnum) else []
         yield Option(
-            name=field.name, kind=_kind(hints[field.name]), default=field.default, help=field.metadata.get(_HELP, "")
+            name=field.name,
+            kind=str if choices else kind,
+            default=field.default,
+            help=field.metadata.get(_HELP, ""),
+            choices=choices,
         )
 
 
 def to_dict(section: attrs.AttrsInstance) -> dict[str, OptionValue]:
     """A section as plain data, for another process."""
-    return {field.name: getattr(section, field.name) for field in attrs.fields(type(section))}
+    values = {field.name: getattr(section, field.name) for field in attrs.fields(type(section))}
+    return {name: value.value if isinstance(value, enum.StrEnum) else value for name, value in values.items()}
 
 
 def from_dict(section: type[Section], values: Mapping[str, object]) -> Section:
@@ -85,6 +96,26 @@ def text() -> Validator:
     return check
 
 
+def member_of(choices: type[enum.StrEnum]) -> Validator:
+    """A validator: one of these. For a field whose converter is `to_member_of` the same."""
+
+    def check(_: object, field: "attrs.Attribute[Any]", value: object) -> None:
+        if not isinstance(value, choices):
+            names = ", ".join(choices)
+            raise ConfigError(f"{field.name} must be one of {names}, not {value!r}.", option=field.name)
+
+    return check
+
+
+def to_member_of(choices: type[Member]) -> Callable[[Any], Member]:
+    """A converter: the member that a text names. Whatever names none is left to the validator."""
+
+    def convert(value: Any) -> Any:
+        return choices(value) if isinstance(value, str) and value in list(choices) else value
+
+    return convert
+
+
 def flag() -> Validator:
     """A validator: True or False."""
 
@@ -114,6 +145,6 @@ def _kind(hint: Any) -> type[Any]:
     """`int` of `int | None`."""
     if isinstance(hint, types.UnionType):
         (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
-    if hint not in (str, int, float, bool):
+    if hint not in (str, int, float, bool) and not issubclass(hint, enum.StrEnum):
         raise TypeError(f"{hint} is no type of an option")
     return hint

@@ -145,8 +145,12 @@ class Decoder(Generic[MatrixT, VectorT]):
         for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
             query = ops.rope_write_kv(qkv, i, weights.inverse_frequencies, self._shape)
-            x = ops.linear(ops.attention(query, i, self._shape), layer.output, layer.output_bias)
+            x = ops.attention(query, i, self._shape)
+            if layer is weights.layers[-1]:
+                # All keys and values are stored: the other tokens have done what they are for.
+                x, residual = ops.select_logit_rows(x), ops.select_logit_rows(residual)
+            x = ops.linear(x, layer.output, layer.output_bias)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, epsilon)
             x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
             x, residual = ops.add_rms_norm(x, residual, next_norm, epsilon)
-        return ops.linear(ops.select_logit_rows(x), weights.head)
+        return ops.linear(x, weights.head)

@@ -1,6 +1,6 @@
 """Builds the real engine core: the model's facts, the resolved numbers, the executor, the core.
 
-The one module outside `worker` that imports it, and with it torch: only core processes come here.
+The one module outside `worker` that imports it, and with it what computes: only core processes come here.
 """
 
 import logging
@@ -35,14 +35,21 @@ def build_engine_core(
         EngineStartError: there is not enough memory.
     """
     env.let_compute_threads_sleep()
-    progress("importing torch", 0.0)
-    from trioengine.worker.loading import load_executor, model_shape
+    progress("preparing the kernels", 0.0)
+    from trioengine.worker.loading import choose_computer, load_executor
 
     model = read_model_config(location)
-    resolved = resolve(config, model_shape(model), env.hardware_facts())
+    computer = choose_computer(config, location)
+    resolved = resolve(config, computer.shape(model), computer.hardware_facts())
     for reason in resolved.reasons.items():
         logger.debug("%s = %s", *reason)
-    executor = load_executor(location, resolved, lambda fraction: progress("loading the weights", fraction))
+    executor = load_executor(
+        location,
+        resolved,
+        computer,
+        quantization=config.quantization,
+        report=lambda fraction: progress("loading the weights", fraction),
+    )
     core = EngineCore(_core_config(resolved, model), executor)
     facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids)
     ready = Ready(facts, resolved.num_kv_blocks, resolved.block_size, dict(resolved.reasons))

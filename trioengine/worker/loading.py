@@ -1,44 +1,123 @@
-"""Loads a model for the backend that computes it."""
+"""Chooses what computes a model, and loads it for that: the native CPU kernels, or torch where those cannot.
 
-from trioengine.checkpoint.locate import ModelLocation
-from trioengine.config.resolve import ModelShape, ResolvedConfig
-from trioengine.errors import EngineStartError
+Torch is imported only where it computes.
+"""
+
+import importlib.util
+import logging
+
+import attrs
+from trioengine_kernels.native.library import Library, NativeUnavailableError, load_library
+
+from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.config import env
+from trioengine.config.engine import EngineConfig, Quantization
+from trioengine.config.resolve import HardwareFacts, ModelShape, ResolvedConfig
+from trioengine.errors import ConfigError, EngineStartError
 from trioengine.models.config import ModelConfig
 from trioengine.models.loader import ReportFraction
 from trioengine.worker.executor import LocalExecutor
 
+logger = logging.getLogger(__name__)
+
+NATIVE_KV_VALUE_BYTES = 2
+"""float16."""
 TORCH_KV_VALUE_BYTES = 4
 """float32."""
 
 
-def model_shape(config: ModelConfig) -> ModelShape:
-    """The sizes that `config.resolve` wants to know of a model."""
-    return ModelShape(
-        num_parameters=config.num_parameters,
-        max_position_embeddings=config.max_position_embeddings,
-        kv_bytes_per_token=config.num_kv_values_per_token * TORCH_KV_VALUE_BYTES,
-        vocab_size=config.vocab_size,
-    )
+@attrs.frozen
+class Computer:
+    """What computes a model on this machine."""
+
+    library: Library | None
+    """The native kernels; None is torch."""
+
+    def shape(self, model: ModelConfig) -> ModelShape:
+        """The sizes that `config.resolve` wants to know of a model."""
+        value_bytes = TORCH_KV_VALUE_BYTES if self.library is None else NATIVE_KV_VALUE_BYTES
+        return ModelShape(
+            num_parameters=model.num_parameters,
+            max_position_embeddings=model.max_position_embeddings,
+            kv_bytes_per_token=model.num_kv_values_per_token * value_bytes,
+            vocab_size=model.vocab_size,
+        )
+
+    def hardware_facts(self) -> HardwareFacts:
+        """What this process may use, and how fast this computes with it."""
+        return env.hardware_facts(env.FLOPS_PER_CPU_PER_S if self.library is None else env.NATIVE_FLOPS_PER_CPU_PER_S)
+
+
+def choose_computer(config: EngineConfig, location: ModelLocation) -> Computer:
+    """The native kernels where they can be had; they are built at the first use on a machine, which takes seconds.
+
+    Else torch: one line in the log says why, and what is lost.
+
+    Raises:
+        ConfigError: `quantization` is asked for and cannot be had.
+        EngineStartError: torch is not installed either.
+    """
+    if config.quantization is not None and location.kind is ModelKind.GGUF:
+        raise ConfigError(
+            f"quantization is for folders with safetensors; {location.path.name} has types of its own.",
+            option="quantization",
+        )
+    try:
+        if env.are_cpu_kernels_off():
+            raise NativeUnavailableError(f"{env.CPU_KERNELS_VARIABLE} is off.")
+        if config.block_size % 16:
+            raise NativeUnavailableError(f"They need a block_size that is a multiple of 16, not {config.block_size}.")
+        return Computer(load_library(env.cache_dir() / "native"))
+    except NativeUnavailableError as error:
+        if config.quantization is not None:
+            raise ConfigError(
+                f"quantization needs the native CPU kernels, which cannot be used: {error}", option="quantization"
+            ) from error
+        if importlib.util.find_spec("torch") is None:
+            raise EngineStartError(
+                f"Nothing can compute on this machine. The native CPU kernels cannot be used: {error} And torch, which"
+                " could take their place, is not installed: pip install 'trioengine[torch]'."
+            ) from error
+        logger.warning(
+            "torch computes, not the native CPU kernels: %s This is several times slower, and weights take float32's"
+            " memory.",
+            error,
+        )
+        return Computer(None)
 
 
 def load_executor(
-    location: ModelLocation, config: ResolvedConfig, report: ReportFraction | None = None
+    location: ModelLocation,
+    config: ResolvedConfig,
+    computer: Computer,
+    *,
+    quantization: Quantization | None = None,
+    report: ReportFraction | None = None,
 ) -> LocalExecutor:
-    """Load a model and make it ready to compute. Sets the number of torch's threads, which the whole process shares.
+    """Load a model and make it ready to compute.
+
+    Where torch computes, this sets the number of its threads, which the whole process shares.
 
     Args:
         location: where the model is.
-        config: `num_kv_blocks`, `block_size` and `cpu_threads` are used.
+        config: all but `max_model_len` are used.
+        computer: what computes.
+        quantization: of the weights, as `EngineConfig.quantization`.
         report: called with the share of the weights that is loaded.
 
     Raises:
         CheckpointError: as `load_model` says.
         EngineStartError: there is no memory for the weights or the KV cache.
     """
-    from trioengine.worker.torch_backend import load_torch_backend
-
     try:
-        backend = load_torch_backend(location, config, report)
+        if computer.library is None:
+            from trioengine.worker.torch_backend import load_torch_backend
+
+            backend = load_torch_backend(location, config, report)
+        else:
+            from trioengine.worker.native_backend import load_native_backend
+
+            backend = load_native_backend(location, config, computer.library, quantization, report)
     except MemoryError as error:
         raise EngineStartError(f"There is not enough memory for {location.path} and its KV cache.") from error
     return LocalExecutor(backend, num_blocks=config.num_kv_blocks, block_size=config.block_size)

@@ -62,3 +62,17 @@ def test_a_default_log_level_gives_way_to_the_users(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("TRIOENGINE_LOG_LEVEL")
     env.set_default_log_level("warning")
     assert env.log_level() == "warning"
+
+
+@pytest.mark.parametrize(("value", "is_off"), [(None, False), ("", False), ("on", False), ("OFF", True)])
+def test_the_native_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, value: str | None, is_off: bool) -> None:
+    monkeypatch.delenv("TRIOENGINE_CPU_KERNELS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TRIOENGINE_CPU_KERNELS", value)
+    assert env.are_cpu_kernels_off() is is_off
+
+
+def test_a_word_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIOENGINE_CPU_KERNELS", "maybe")
+    with pytest.raises(ConfigError, match="TRIOENGINE_CPU_KERNELS"):
+        env.are_cpu_kernels_off()

@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from trioengine.config import EngineConfig, ServerConfig
+from trioengine.config.engine import Quantization
 from trioengine.config.options import from_dict, options_of, to_dict
 from trioengine.errors import ConfigError
 
@@ -17,6 +18,8 @@ from trioengine.errors import ConfigError
         ("model", 3),
         ("model", "a\0b"),
         ("served_model_name", ""),
+        ("quantization", "int3"),
+        ("quantization", 8),
         ("max_model_len", 1),
         ("max_model_len", "2048"),
         ("block_size", 0),
@@ -56,7 +59,11 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [EngineConfig(model="some/model", max_num_seqs=3, step_timeout_s=2), ServerConfig(port=0, strict=True)]
+    "section",
+    [
+        EngineConfig(model="some/model", max_num_seqs=3, step_timeout_s=2, quantization=Quantization.INT8),
+        ServerConfig(port=0, strict=True),
+    ],
 )
 def test_a_section_comes_back_from_plain_data_as_it_was(section: EngineConfig | ServerConfig) -> None:
     values = to_dict(section)
@@ -75,3 +82,8 @@ def test_options_tell_type_and_default_of_each_field() -> None:
     assert (options["max_model_len"].kind, options["max_model_len"].default) == (int, None)
     assert (options["step_timeout_s"].kind, options["step_timeout_s"].default) == (float, 120.0)
     assert (options["model"].kind, options["model"].default) == (str, None)
+    assert (options["quantization"].kind, options["quantization"].choices) == (str, ["int8", "int4"])
+
+
+def test_a_choice_may_be_named_by_its_text() -> None:
+    assert from_dict(EngineConfig, {"quantization": "int4"}) == EngineConfig(quantization=Quantization.INT4)

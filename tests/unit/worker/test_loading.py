@@ -1,42 +1,60 @@
-"""`load_executor`: progress, threads and errors."""
+"""What computes is chosen, said and loaded: the native kernels, else torch, else a clear error."""
 
+import importlib.util
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from trioengine_kernels.native.library import NativeUnavailableError  # noqa: E402
+
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
+from trioengine.config import env  # noqa: E402
+from trioengine.config.engine import EngineConfig, Quantization  # noqa: E402
 from trioengine.config.resolve import ResolvedConfig  # noqa: E402
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
-from trioengine.errors import CheckpointError, EngineStartError  # noqa: E402
+from trioengine.errors import CheckpointError, ConfigError, EngineStartError  # noqa: E402
+from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import tiny_model, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
-from trioengine.worker.loading import load_executor, model_shape  # noqa: E402
+from trioengine.worker import loading  # noqa: E402
+from trioengine.worker.loading import Computer, choose_computer, load_executor  # noqa: E402
 
 CONFIG = ResolvedConfig(
     max_model_len=64,
     max_num_batched_tokens=64,
     max_num_seqs=4,
-    block_size=4,
+    block_size=16,
     num_kv_blocks=8,
     cpu_threads=1,
     reasons={},
 )
+TORCH = Computer(None)
+
+
+@pytest.fixture(params=["torch", "native"])
+def computer(request: pytest.FixtureRequest) -> Computer:
+    return TORCH if request.param == "torch" else Computer(native_library())
 
 
 @pytest.fixture
-def location(tmp_path):
+def location(tmp_path: Path) -> ModelLocation:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model())
     return ModelLocation(ModelKind.GGUF, path, "tiny")
 
 
-def test_an_executor_loads_and_computes(location) -> None:
-    fractions = []
-    executor = load_executor(location, CONFIG, fractions.append)
+def test_an_executor_loads_and_computes(location: ModelLocation, computer: Computer) -> None:
+    fractions: list[float] = []
+    executor = load_executor(location, CONFIG, computer, report=fractions.append)
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
     assert executor.num_blocks == 8
-    assert torch.get_num_threads() == 1
     executor.submit(
         StepPlan(0, [ScheduledSequence(3, 0, 2, [5])], [NewSequence(3, [1, 2], 2, SamplingParams(), seed=0)])
     )
@@ -44,24 +62,120 @@ def test_an_executor_loads_and_computes(location) -> None:
     executor.close()
 
 
-def test_the_shape_of_a_model_is_that_of_its_configuration() -> None:
-    config = tiny_model().config
-    shape = model_shape(config)
-    assert shape.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
+def test_torch_gets_its_threads(location: ModelLocation) -> None:
+    load_executor(location, CONFIG, TORCH)
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(("name", "value_bytes"), [("torch", 4), ("native", 2)])
+def test_the_shape_of_a_model_is_that_of_its_configuration(name: str, value_bytes: int) -> None:
+    shape = (TORCH if name == "torch" else Computer(native_library())).shape(tiny_model().config)
+    assert shape.kv_bytes_per_token == 2 * 2 * 2 * 8 * value_bytes
     assert shape.num_parameters == 2 * (48 * (48 + 2 * 16) + 48 * 48 + 3 * 48 * 80) + 2 * 211 * 48
     assert (shape.vocab_size, shape.max_position_embeddings) == (211, 512)
 
 
-def test_a_damaged_file_is_a_checkpoint_error(location) -> None:
+def test_a_damaged_file_is_a_checkpoint_error(location: ModelLocation, computer: Computer) -> None:
     location.path.write_bytes(location.path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
-        load_executor(location, CONFIG)
+        load_executor(location, CONFIG, computer)
 
 
-def test_too_little_memory_is_a_start_error(location, monkeypatch) -> None:
-    def no_memory(*args, **kwargs):
+@pytest.mark.parametrize(
+    ("computer", "place"),
+    [
+        ("torch", "trioengine.worker.torch_backend.allocate_kv_cache"),
+        ("native", "trioengine.worker.native_backend.KVCache"),
+    ],
+    indirect=["computer"],
+)
+def test_too_little_memory_is_a_start_error(
+    location: ModelLocation, computer: Computer, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: object, **kwargs: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("trioengine.worker.torch_backend.allocate_kv_cache", no_memory)
+    monkeypatch.setattr(place, no_memory)
     with pytest.raises(EngineStartError, match="not enough memory"):
-        load_executor(location, CONFIG)
+        load_executor(location, CONFIG, computer)
+
+
+def test_the_native_kernels_compute_where_they_can(
+    location: ModelLocation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TRIOENGINE_CPU_KERNELS", raising=False)
+    assert choose_computer(EngineConfig(), location) == Computer(native_library())
+    assert not caplog.records
+
+
+def no_library(cache_dir: Path) -> None:
+    raise NativeUnavailableError("There is no C compiler.")
+
+
+@pytest.mark.parametrize("obstacle", ["off", "block_size", "compiler"])
+def test_torch_computes_where_they_cannot_and_the_log_says_why(
+    obstacle: str, location: ModelLocation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(block_size=8 if obstacle == "block_size" else 16)
+    monkeypatch.setenv("TRIOENGINE_CPU_KERNELS", "off" if obstacle == "off" else "on")
+    if obstacle == "compiler":
+        monkeypatch.setattr(loading, "load_library", no_library)
+    with caplog.at_level(logging.WARNING):
+        assert choose_computer(config, location) == TORCH
+    (record,) = caplog.records
+    reason = {"off": "TRIOENGINE_CPU_KERNELS is off", "block_size": "block_size", "compiler": "no C compiler"}[obstacle]
+    assert reason in record.getMessage()
+    assert "slower" in record.getMessage()
+
+
+def test_without_kernels_and_torch_nothing_starts(location: ModelLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_library", no_library)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EngineStartError, match=r"no C compiler.*trioengine\[torch\]"):
+        choose_computer(EngineConfig(), location)
+
+
+def test_quantization_is_refused_where_it_cannot_be_had(
+    location: ModelLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(quantization=Quantization.INT8)
+    with pytest.raises(ConfigError, match=r"tiny\.gguf") as caught:
+        choose_computer(config, location)
+    assert caught.value.option == "quantization"
+    monkeypatch.setenv("TRIOENGINE_CPU_KERNELS", "off")
+    with pytest.raises(ConfigError, match="native CPU kernels") as caught:
+        choose_computer(config, attrs.evolve(location, kind=ModelKind.FOLDER))
+    assert caught.value.option == "quantization"
+
+
+def test_the_native_kernels_estimate_larger_steps() -> None:
+    native, plain = Computer(native_library()).hardware_facts(), TORCH.hardware_facts()
+    assert native.flops_per_s > plain.flops_per_s
+    assert (native.num_cpus, native.ram_bytes) == (plain.num_cpus, plain.ram_bytes)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # Importing it now fails.
+from pathlib import Path
+from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.config import EngineConfig
+from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan
+from trioengine.runtime.build import build_engine_core
+from trioengine.types.params import SamplingParams
+built = build_engine_core(EngineConfig(cpu_threads=2), ModelLocation(ModelKind.GGUF, Path(sys.argv[1]), "tiny"))
+executor = built.core._executor
+rules = SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.1, logit_bias={3: 1.0}, min_tokens=2)
+executor.submit(StepPlan(0, [ScheduledSequence(3, 0, 2, [5])], [NewSequence(3, [1, 2], 2, rules, seed=0)]))
+print(len(executor.result().tokens), built.ready.num_blocks > 0)
+"""
+
+
+def test_the_native_kernels_compute_without_torch(location: ModelLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base install serves a GGUF."""
+    monkeypatch.delenv("TRIOENGINE_CPU_KERNELS", raising=False)
+    assert env.are_cpu_kernels_off() is False
+    native_library()  # Built, where it was not, outside of the time limit below.
+    command = [sys.executable, "-P", "-c", WITHOUT_TORCH, str(location.path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("1 True\n", "")

@@ -14,7 +14,7 @@ from trioengine.models.loader import LoadedModel  # noqa: E402
 from trioengine.testing.tiny_model import tiny_model  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
 from trioengine.worker.kv_cache import allocate_kv_cache  # noqa: E402
-from trioengine.worker.loading import model_shape  # noqa: E402
+from trioengine.worker.loading import Computer  # noqa: E402
 from trioengine.worker.model_runner import ModelRunner  # noqa: E402
 from trioengine.worker.torch_backend import TorchBackend  # noqa: E402
 
@@ -209,4 +209,4 @@ def test_seeds_of_64_bits_differ() -> None:
 def test_the_size_per_token_is_what_the_cache_takes() -> None:
     cache = allocate_kv_cache(MODEL.config, num_blocks=6, block_size=BLOCK_SIZE)
     num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
-    assert num_bytes == 6 * BLOCK_SIZE * model_shape(MODEL.config).kv_bytes_per_token
+    assert num_bytes == 6 * BLOCK_SIZE * Computer(None).shape(MODEL.config).kv_bytes_per_token
