@@ -109,6 +109,7 @@ def _watch(launch_fd: int, page: StatusPage, endpoint: Endpoint) -> None:
     """Tick until the parent is gone, then end the process, whatever its other threads do."""
     poller = select.poll()
     poller.register(launch_fd, select.POLLIN | select.POLLHUP)
+    page.tick()
     while not poller.poll(TICK_INTERVAL_S * 1000):
         page.tick()
     # The parent writes nothing after the launch, so this is the end of the pipe. It may have had no time to clean up.
