@@ -10,7 +10,7 @@ from trioengine.errors import PromptTooLongError, RequestError
 from trioengine.tokenizer.chat_template import render_chat
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import ModelFacts
-from trioengine.types.params import SamplingParams, check_encodable
+from trioengine.types.params import SamplingParams, check_text
 from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
 
 LONG_PROMPT_CHARS = 16_384
@@ -50,7 +50,7 @@ class InputProcessor:
         """
         request.sampling.validate()
         if request.request_id is not None:
-            check_encodable(request.request_id, "request_id")
+            check_text(request.request_id, "request_id")
         self._check_token_ids(request.sampling)
         prompt_token_ids = self._prompt_token_ids(request)
         if not prompt_token_ids:

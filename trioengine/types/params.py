@@ -130,21 +130,21 @@ class SamplingParams:
             raise RequestError(f"stop has {len(self.stop)} strings; the limit is {MAX_STOP_STRINGS}.", param="stop")
         for position, text in enumerate(self.stop):
             param = f"stop[{position}]"
-            if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise RequestError(f"{param} must be a string, not {type(text).__name__}.", param=param)
+            check_text(text, param)
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 raise RequestError(f"{param} must have 1 to {MAX_STOP_STRING_CHARS} characters.", param=param)
-            check_encodable(text, param)
         if self.stop and not self.detokenize:
             raise RequestError("stop needs detokenize, as it looks for text.", param="stop")
 
 
-def check_encodable(text: str, param: str) -> None:
-    """Return when a text can be sent.
+def check_text(text: str, param: str) -> None:
+    """Return when this is a text that can be sent.
 
     Raises:
-        RequestError: it has a lone surrogate, which is no character.
+        RequestError: it is no text, or has a lone surrogate, which is no character.
     """
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestError(f"{param} must be a string, not {type(text).__name__}.", param=param)
     try:
         text.encode()
     except UnicodeEncodeError as error:

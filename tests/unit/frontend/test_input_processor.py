@@ -133,6 +133,10 @@ def test_lone_surrogates_are_refused_wherever_they_are(request_: GenerateRequest
     assert "surrogate" in str(error)
 
 
+def test_a_request_id_is_a_text() -> None:
+    assert refusal(GenerateRequest("a", request_id=5)).param == "request_id"  # type: ignore[arg-type]
+
+
 def test_a_null_byte_is_a_character() -> None:
     assert PROCESSOR.process(GenerateRequest("\0")).prompt_token_ids == (0,)
 
