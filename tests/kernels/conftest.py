@@ -1,4 +1,4 @@
-"""Fixtures of the native backend's tests: the library, built once, and each kind of kernels that this processor runs."""
+"""Fixtures of the native backend's tests: the library, built once, and the kernels that this processor runs."""
 
 from collections.abc import Iterator
 

@@ -6,7 +6,8 @@ module does not know files: it takes a tensor's bytes.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from ctypes import c_int32, c_int64, c_size_t, c_void_p
 
 import attrs
 import numpy as np
@@ -139,6 +140,49 @@ def pack_float(
     return pack_ggml(library, "F32", raw, *values.shape, kind=kind, pool=pool)
 
 
+def pack_float_pieces(
+    library: native.Library,
+    pieces: Iterable[NDArray[np.float32]],
+    rows: int,
+    columns: int,
+    kind: TileKind,
+    *,
+    pool: native.ThreadPool | None = None,
+) -> WeightTiles:
+    """Pack floats as `pack_float` does, when they come in pieces, so that nobody needs to hold them all.
+
+    Args:
+        library: the native backend.
+        pieces: [rows of the piece, columns], each but the last with a multiple of 16 rows.
+        rows: of all pieces.
+        columns: inputs.
+        kind: all but INT8_AFFINE.
+        pool: threads to use.
+
+    Raises:
+        ValueError: the pieces do not fit the sizes, or the kind is INT8_AFFINE.
+    """
+    if kind is TileKind.INT8_AFFINE:
+        raise ValueError("Floats are not packed as INT8_AFFINE.")
+    if not (0 < rows <= MAX_SIZE and 0 < columns <= MAX_SIZE):
+        raise ValueError(f"A matrix of {rows} × {columns} cannot be packed.")
+    num_bytes = _packed_bytes(library, kind, rows, columns)
+    data = library.allocate(num_bytes)[:num_bytes]
+    first = 0
+    for piece in pieces:
+        if piece.dtype != np.float32 or piece.ndim != 2 or piece.shape[1] != columns or first % 16:
+            raise ValueError("A piece must be a float32 matrix of all columns and a multiple of 16 rows.")
+        if first + len(piece) > rows:
+            raise ValueError(f"The pieces have more than {rows} rows.")
+        target = data[_packed_bytes(library, kind, first, columns) if first else 0 :]
+        raw = np.ascontiguousarray(piece).view(np.uint8)
+        _pack_into(library, target, _GGML_TYPES["F32"], raw, 4 * columns, len(piece), columns, kind, pool)
+        first += len(piece)
+    if first != rows:
+        raise ValueError(f"The pieces have {first} rows, not {rows}.")
+    return WeightTiles(data, kind, rows, columns)
+
+
 def _pack(
     library: native.Library,
     ggml_type: _GGMLType,
@@ -149,12 +193,27 @@ def _pack(
     kind: TileKind,
     pool: native.ThreadPool | None,
 ) -> WeightTiles:
-    from ctypes import c_int32, c_int64, c_size_t, c_void_p
-
-    packed_bytes = library.function("te_packed_bytes", c_size_t, c_int32, c_int32, c_int32)
-    pack = library.function("te_pack", None, c_void_p, c_int32, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)
-    num_bytes = packed_bytes(kind, rows, columns)
+    num_bytes = _packed_bytes(library, kind, rows, columns)
     data = library.allocate(num_bytes)[:num_bytes]
-    handle = None if pool is None else pool.handle
-    pack(handle, ggml_type.number, raw.ctypes.data, row_bytes, rows, columns, kind, data.ctypes.data)
+    _pack_into(library, data, ggml_type, raw, row_bytes, rows, columns, kind, pool)
     return WeightTiles(data, kind, rows, columns)
+
+
+def _packed_bytes(library: native.Library, kind: TileKind, rows: int, columns: int) -> int:
+    return library.function("te_packed_bytes", c_size_t, c_int32, c_int32, c_int32)(kind, rows, columns)
+
+
+def _pack_into(
+    library: native.Library,
+    target: NDArray[np.uint8],
+    ggml_type: _GGMLType,
+    raw: NDArray[np.uint8],
+    row_bytes: int,
+    rows: int,
+    columns: int,
+    kind: TileKind,
+    pool: native.ThreadPool | None,
+) -> None:
+    pack = library.function("te_pack", None, c_void_p, c_int32, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)
+    handle = None if pool is None else pool.handle
+    pack(handle, ggml_type.number, raw.ctypes.data, row_bytes, rows, columns, kind, target.ctypes.data)

@@ -1,0 +1,121 @@
+"""Norms, gates and additions of the native backend against numpy in float64."""
+
+import numpy as np
+import pytest
+from trioengine_kernels.native.program import KVCache, ProgramBuilder, StepArrays
+from trioengine_kernels.native.structures import Activation
+from trioengine_kernels.native.tiles import TileKind, pack_float
+
+EPSILON = 1e-5
+
+
+def run(library, pool, x, record):
+    """What `record(builder, x)` gives for the rows of `x`, with all memory poisoned before."""
+    builder = ProgramBuilder(
+        library, max_tokens=len(x), max_logit_rows=len(x), num_kv_heads=1, head_dim=16, vocab_size=len(x)
+    )
+    out = record(builder, builder.embedding(pack_float(library, x, TileKind.F32)))
+    program = builder.build(builder.select_rows(out))
+    program.memory[:] = 0xFF
+    tokens = np.arange(len(x), dtype=np.int32)
+    num_blocks = -(-len(x) // 16)
+    step = StepArrays(tokens, tokens, tokens, np.array([0, len(x)], np.int32), np.array([len(x)], np.int32),
+                      np.arange(num_blocks, dtype=np.int32)[None], tokens)  # fmt: skip
+    cache = KVCache(num_blocks=num_blocks, block_size=16, num_layers=1, num_kv_heads=1, head_dim=16)
+    return program.run(step, cache, pool).copy()
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def norm(x, weight):
+    x = x.astype(np.float64)
+    return x / np.sqrt((x**2).mean(axis=1, keepdims=True) + EPSILON) * weight
+
+
+def identity(library, size):
+    return pack_float(library, np.eye(size, dtype=np.float32), TileKind.INT8)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (5, 32), (40, 100), (2, 576)])
+def test_rms_norm(library, pool, isa, rows, width):
+    x, weight = random(rows, width) * 3, random(width, seed=1)
+    actual = run(library, pool, x, lambda builder, buffer: builder.rms_norm(buffer, weight, EPSILON))
+    assert np.allclose(actual, norm(x, weight), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 7), (40, 100), (2, 576)])
+def test_a_norm_after_an_addition_changes_the_residual(library, pool, isa, rows, width):
+    x, weight = random(rows, width), random(width, seed=1)
+
+    def record(builder, residual):
+        first = builder.rms_norm(residual, weight, EPSILON)
+        return builder.add_rms_norm(first, residual, weight, EPSILON)
+
+    def record_residual(builder, residual):
+        record(builder, residual)
+        return residual
+
+    total = x + norm(x, weight)
+    assert np.allclose(run(library, pool, x, record_residual), total, rtol=2e-6, atol=1e-6)
+    assert np.allclose(run(library, pool, x, record), norm(total, weight), rtol=1e-5, atol=1e-6)
+
+
+def test_an_addition_changes_the_residual(library, pool, isa):
+    x = random(9, 100)
+
+    def record(builder, residual):
+        builder.add(builder.rms_norm(residual, np.ones(100, np.float32), EPSILON), residual)
+        return residual
+
+    assert np.allclose(run(library, pool, x, record), x + norm(x, 1), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (2, 1536), (7, 40), (50, 64)])
+def test_gated_activations(library, pool, isa, rows, width, activation):
+    x = random(rows, 2 * width) * 4
+    actual = run(library, pool, x, lambda builder, buffer: builder.gated(buffer, activation))
+    gate, up = x[:, :width].astype(np.float64), x[:, width:].astype(np.float64)
+    if activation is Activation.SILU:
+        expected = gate / (1 + np.exp(-gate)) * up
+    else:
+        expected = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    assert np.allclose(actual, expected, rtol=3e-6, atol=1e-6)
+
+
+def test_extreme_gates_give_what_their_limits_are(library, pool, isa):
+    x = np.array([[-1e4, 1e4, -100.0, 0.0, 1.0, 1.0, 1.0, 1.0]], np.float32)
+    actual = run(library, pool, x, lambda builder, buffer: builder.silu_mul(buffer))
+    assert np.allclose(actual, [[0, 1e4, 0, 0]], atol=1e-30)
+
+
+@pytest.mark.parametrize("width", [20, 32, 100])
+@pytest.mark.parametrize("rows", [1, 30])
+def test_operations_write_their_results_quantized(library, pool, isa, rows, width):
+    """A quantized product with the identity gives the result of the operation before it, to 8 bits."""
+    x, weight = random(rows, 2 * width), random(width, seed=1)
+
+    def record(builder, buffer):
+        gated = builder.silu_mul(buffer)
+        normed = builder.rms_norm(builder.linear(gated, identity(library, width)), weight, EPSILON)
+        return builder.linear(normed, identity(library, width))
+
+    gate, up = x[:, :width].astype(np.float64), x[:, width:]
+    expected = norm(gate / (1 + np.exp(-gate)) * up, weight)
+    error = np.linalg.norm(run(library, pool, x, record) - expected) / np.linalg.norm(expected)
+    assert error < 2e-2
+
+
+def test_a_result_can_be_read_quantized_and_as_floats(library, pool, isa):
+    x, weight = random(5, 64), random(64, seed=1)
+
+    def record(builder, buffer):
+        normed = builder.rms_norm(buffer, weight, EPSILON)
+        total = builder.linear(normed, identity(library, 64))
+        builder.add(normed, total)
+        return total
+
+    error = np.abs(run(library, pool, x, record) - 2 * norm(x, weight)).max()
+    assert error < 0.05
