@@ -17,8 +17,9 @@ from trioengine.testing.scripted_engine import open_scripted_engine
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_fake_engine(check: Check, autojump_clock: MockClock) -> None:
-    endless = ScriptedReply(deltas=("a", "b"), go_on=trio.Event())
-    await check(Subject(FakeEngine(), FakeEngine(endless)))
+    engine, endless_engine = FakeEngine(), FakeEngine(ScriptedReply(deltas=("a", "b"), go_on=trio.Event()))
+    await check(Subject(engine, endless_engine))
+    assert engine.live == endless_engine.live == set()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
