@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.program import Buffer, Program, ProgramBuilder
-from trioengine_kernels.native.tiles import GGML_TYPE_NAMES, TileKind, WeightTiles, pack_float, pack_ggml
+from trioengine_kernels.native.tiles import GGML_TYPE_NAMES, TileKind, WeightTiles, pack_float_pieces, pack_ggml
 
 from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config.engine import Quantization
@@ -28,10 +28,10 @@ _TILE_KINDS: Mapping[Quantization, TileKind] = {
     Quantization.INT8: TileKind.INT8,
     Quantization.INT4: TileKind.INT4,
 }
-_PACKED_VALUES = 1 << 24
-"""Numbers that are made floats at a time, on the way from a type that cannot be packed as it is: 64 MiB."""
+_PIECE_VALUES = 1 << 22
+"""Numbers that are floats at a time, on the way from a type that cannot be packed as it is: 16 MiB."""
 _STRIP_ROWS = 16
-"""Matrices of a multiple of these rows can be cut anywhere between them: 16 rows are a whole number of tiles."""
+"""Rows of a piece are a multiple, as `pack_float_pieces` needs."""
 
 
 def load_native_model(
@@ -63,37 +63,37 @@ class NativeWeights:
 
     def matrix(self, parts: Sequence[StoredMatrix]) -> NativeMatrix:
         """The parts, one below the other."""
-        return [
-            tiles
-            for _, equals in itertools.groupby(parts, key=lambda part: part.kind)
-            for tiles in self._pack(list(equals))
-        ]
+        by_kind = [list(equals) for _, equals in itertools.groupby(parts, key=lambda part: part.kind)]
+        return [self._pack(equals) if _is_known(equals[0]) else self._pack_floats(equals) for equals in by_kind]
 
     def vector(self, values: Floats) -> Floats:
         """The same numbers."""
         return values
 
-    def _pack(self, parts: Sequence[StoredMatrix]) -> list[WeightTiles]:
-        """Parts of one type."""
-        kind, num_columns = parts[0].kind, parts[0].num_columns
-        if kind.name not in GGML_TYPE_NAMES:
-            return [tiles for part in parts for tiles in self._pack_floats(part)]
-        rows = np.concatenate([part.rows for part in parts]) if len(parts) > 1 else parts[0].rows
-        float_kind = self._float_kind if kind.block_size == 1 else None
-        return [
-            pack_ggml(
-                self._library, kind.name, rows.reshape(-1), len(rows), num_columns, kind=float_kind, pool=self._pool
-            )
-        ]
+    def _pack(self, parts: Sequence[StoredMatrix]) -> WeightTiles:
+        """Parts of one type that the kernels know."""
+        part = _joined(parts)
+        float_kind = self._float_kind if part.kind.block_size == 1 else None
+        return pack_ggml(
+            self._library, part.kind.name, part.rows, len(part.rows), part.num_columns, kind=float_kind, pool=self._pool
+        )
 
-    def _pack_floats(self, part: StoredMatrix) -> list[WeightTiles]:
-        """Of a type that the kernels do not know: 8-bit tiles, in pieces so that no large copy exists."""
-        step = max(_STRIP_ROWS, _PACKED_VALUES // part.num_columns // _STRIP_ROWS * _STRIP_ROWS)
-        kind = TileKind.INT8 if part.kind.block_size > 1 else TileKind.F32
-        return [
-            pack_float(self._library, part.floats(first, first + step), kind, pool=self._pool)
-            for first in range(0, len(part.rows), step)
-        ]
+    def _pack_floats(self, parts: Sequence[StoredMatrix]) -> WeightTiles:
+        """Parts of a type that the kernels do not know: 8-bit tiles of quantized ones, in pieces to save memory."""
+        part = _joined(parts)
+        kind = TileKind.INT8 if part.kind.block_size > 1 else self._float_kind or TileKind.F32
+        step = max(_STRIP_ROWS, _PIECE_VALUES // part.num_columns // _STRIP_ROWS * _STRIP_ROWS)
+        pieces = (part.floats(first, first + step) for first in range(0, len(part.rows), step))
+        return pack_float_pieces(self._library, pieces, len(part.rows), part.num_columns, kind, pool=self._pool)
+
+
+def _is_known(part: StoredMatrix) -> bool:
+    return part.kind.name in GGML_TYPE_NAMES
+
+
+def _joined(parts: Sequence[StoredMatrix]) -> StoredMatrix:
+    """Of one type, one below the other."""
+    return parts[0] if len(parts) == 1 else attrs.evolve(parts[0], rows=np.concatenate([part.rows for part in parts]))
 
 
 @attrs.frozen(eq=False)

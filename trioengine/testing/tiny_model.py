@@ -1,9 +1,13 @@
 # pyright: basic
 """A Llama with random weights, small enough to compute in a test, and a writer of GGUF files."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trioengine.models.config import Architecture, ModelConfig
@@ -15,7 +19,12 @@ from trioengine.models.torch_ops import TorchModel
 
 def tiny_model(*, vocab_size: int = 211, max_position_embeddings: int = 512, seed: int = 0) -> TorchModel:
     """A model of two layers with grouped heads. The same arguments give the same weights."""
-    config = ModelConfig(
+    return random_model(tiny_config(vocab_size, max_position_embeddings), seed)
+
+
+def tiny_config(vocab_size: int = 211, max_position_embeddings: int = 512) -> ModelConfig:
+    """The architecture of `tiny_model`."""
+    return ModelConfig(
         architecture=Architecture.LLAMA,
         vocab_size=vocab_size,
         hidden_size=48,
@@ -29,6 +38,10 @@ def tiny_model(*, vocab_size: int = 211, max_position_embeddings: int = 512, see
         has_tied_embeddings=False,
         eos_token_ids=(1,),
     )
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> TorchModel:
+    """A model of this architecture. The same arguments give the same weights."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -38,32 +51,46 @@ def tiny_model(*, vocab_size: int = 211, max_position_embeddings: int = 512, see
     def norm() -> Tensor:
         return 1 + torch.randn(config.hidden_size, generator=generator) / 4
 
+    def bias(size: int) -> Tensor:
+        return torch.randn(size, generator=generator) / 4
+
     query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layers = [
         LayerWeights(
             attention_norm=norm(),
             qkv=matrix(query_rows + 2 * kv_rows, config.hidden_size),
-            qkv_bias=None,
+            qkv_bias=bias(query_rows + 2 * kv_rows) if config.has_qkv_bias else None,
             output=matrix(config.hidden_size, query_rows),
-            output_bias=None,
+            output_bias=bias(config.hidden_size) if config.has_output_bias else None,
             mlp_norm=norm(),
             gate_up=matrix(2 * config.intermediate_size, config.hidden_size),
             down=matrix(config.hidden_size, config.intermediate_size),
         )
         for _ in range(config.num_layers)
     ]
+    embedding = matrix(config.vocab_size, config.hidden_size)
     weights = DecoderWeights(
-        embedding=matrix(vocab_size, config.hidden_size),
+        embedding=embedding,
         layers=layers,
         final_norm=norm(),
-        head=matrix(vocab_size, config.hidden_size),
+        head=embedding if config.has_tied_embeddings else matrix(config.vocab_size, config.hidden_size),
         inverse_frequencies=torch.from_numpy(inverse_frequencies(config)),
     )
     return LoadedModel(config, Decoder(config, weights))
 
 
-def write_gguf(path: Path, model: TorchModel) -> None:
-    """Write a model, float32 and without a tokenizer, as llama.cpp's converter does. Needs the `gguf` package."""
+Encode: TypeAlias = Callable[[str, NDArray[np.float32]], tuple[NDArray[np.uint8], int]]
+"""Of a matrix's name and numbers makes its bytes, [rows, row bytes], and the number of their GGML type."""
+
+
+def write_gguf(path: Path, model: TorchModel, encode: Encode | None = None) -> None:
+    """Write a model without a tokenizer, as llama.cpp's converter does. Needs the `gguf` package.
+
+    Args:
+        path: the file.
+        model: what to write.
+        encode: quantizes matrices; None writes float32.
+    """
     import gguf
 
     config, weights = model.config, model.decoder.weights
@@ -79,12 +106,20 @@ def write_gguf(path: Path, model: TorchModel) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_epsilon)
+    if config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
     for token_id in config.eos_token_ids[:1]:
         writer.add_eos_token_id(token_id)
 
     def add(name: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            writer.add_tensor(name, tensor.contiguous().numpy())
+        if tensor is None:
+            return
+        values = tensor.contiguous().numpy()
+        if encode is None or values.ndim == 1:
+            writer.add_tensor(name, values)
+        else:
+            data, kind = encode(name, values)
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(kind))
 
     def add_qkv(layer: str, kind: str, stacked: Tensor | None) -> None:
         if stacked is None:

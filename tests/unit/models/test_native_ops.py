@@ -1,0 +1,247 @@
+"""The native kernels compute a model's logits as torch does with the same, dequantized weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import gguf  # noqa: E402
+from trioengine_kernels.native.library import ThreadPool  # noqa: E402
+from trioengine_kernels.native.program import KVCache, StepArrays  # noqa: E402
+from trioengine_kernels.native.tiles import TileKind  # noqa: E402
+from trioengine_kernels.paged_attention import plan_attention  # noqa: E402
+
+from trioengine.checkpoint.gguf import GGMLType  # noqa: E402
+from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
+from trioengine.config.engine import Quantization  # noqa: E402
+from trioengine.models.config import Architecture, ModelConfig  # noqa: E402
+from trioengine.models.loader import StoredMatrix  # noqa: E402
+from trioengine.models.native_ops import NativeModel, NativeWeights, load_native_model, record  # noqa: E402
+from trioengine.models.torch_ops import (  # noqa: E402
+    DecoderInput,
+    LayerKVCache,
+    TorchModel,
+    TorchOps,
+    load_torch_model,
+)
+from trioengine.testing.native import native_library  # noqa: E402
+from trioengine.testing.tiny_model import Encode, random_model, tiny_config, write_gguf  # noqa: E402
+
+BLOCK_SIZE = 16
+TINY = tiny_config()
+CONFIGS = {
+    "llama": TINY,
+    "tied": attrs.evolve(TINY, has_tied_embeddings=True),
+    "biased": attrs.evolve(TINY, has_qkv_bias=True, has_output_bias=True),
+    "qwen2": attrs.evolve(TINY, architecture=Architecture.QWEN2, has_qkv_bias=True, rope_theta=1e6),
+    "window": attrs.evolve(TINY, sliding_window=7),
+    "no groups": attrs.evolve(TINY, num_kv_heads=6),
+    "large heads": attrs.evolve(TINY, num_heads=3, num_kv_heads=1, head_dim=80, hidden_size=96, vocab_size=130),
+}
+WIDE = attrs.evolve(TINY, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def tokens_of(config: ModelConfig, length: int) -> list[int]:
+    return [(place * 29 + place * place * 5 + 3) % config.vocab_size for place in range(length)]
+
+
+class HalfCacheOps(TorchOps):
+    """Keys and values are rounded to halves, as the native cache holds them."""
+
+    def rope_write_kv(self, qkv, layer, inverse_frequencies, shape):
+        query = super().rope_write_kv(qkv, layer, inverse_frequencies, shape)
+        cache = self._kv_cache[layer]
+        cache.keys.copy_(cache.keys.half())
+        cache.values.copy_(cache.values.half())
+        return query
+
+
+class QuantizedOps(HalfCacheOps):
+    """Activations are rounded to 8 bits, 32 with one scale, as for products with quantized weights."""
+
+    def linear(self, x, weight, bias=None):
+        groups = x.unflatten(1, (-1, 32))
+        scale = groups.abs().amax(dim=-1, keepdim=True) / 127
+        return super().linear(((groups / scale).round() * scale).flatten(1), weight, bias)
+
+
+def torch_logits(model: TorchModel, tokens: Sequence[int], ops: type[TorchOps]) -> np.ndarray:
+    """The logits of all tokens of one sequence."""
+    config = model.config
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    shape = (num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    places = torch.arange(len(tokens))
+    plan = plan_attention(
+        torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
+        torch.tensor([0, len(tokens)]),
+        torch.tensor([len(tokens)]),
+        block_size=BLOCK_SIZE,
+        window=config.sliding_window,
+    )
+    batch = DecoderInput(torch.tensor(tokens), places, places, plan, places)
+    cache = [LayerKVCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+    with torch.inference_mode():
+        return model.decoder.forward(ops(batch, cache)).numpy()
+
+
+def native_logits(model: NativeModel, tokens: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """The same, computed in pieces of `counts` tokens."""
+    config, library = model.config, native_library()
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    program = record(model, library, max_tokens=max(counts), max_logit_rows=max(counts))
+    cache = KVCache(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    pool = ThreadPool(library, 2)
+    block_table = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
+    logits, first = [], 0
+    for count in counts:
+        places = np.arange(first, first + count, dtype=np.int32)
+        step = StepArrays(
+            token_ids=np.array(tokens[first : first + count], np.int32),
+            positions=places,
+            slots=block_table[places // BLOCK_SIZE] * np.int32(BLOCK_SIZE) + places % np.int32(BLOCK_SIZE),
+            query_start=np.array([0, count], np.int32),
+            seq_lens=np.array([first + count], np.int32),
+            block_table=block_table[None],
+            logit_rows=np.arange(count, dtype=np.int32),
+        )
+        logits.append(program.run(step, cache, pool).copy())
+        first += count
+    assert first == len(tokens)
+    return np.concatenate(logits)
+
+
+def load_both(
+    folder: Path, encode: Encode | None, config: ModelConfig, quantization: Quantization | None = None
+) -> tuple[NativeModel, TorchModel]:
+    write_gguf(folder / "tiny.gguf", random_model(config), encode)
+    location = ModelLocation(ModelKind.GGUF, folder / "tiny.gguf", "tiny")
+    library = native_library()
+    native = load_native_model(location, library, ThreadPool(library, 2), quantization)
+    return native, load_torch_model(location)
+
+
+def difference(native: NativeModel, reference: TorchModel, ops: type[TorchOps]) -> float:
+    """‖native − torch‖ / ‖torch‖ of the logits of one sequence, which do not depend on how it is cut."""
+    tokens = tokens_of(native.config, 41)
+    whole = native_logits(native, tokens, [41])
+    assert np.array_equal(native_logits(native, tokens, [3, 16, 1, 21]), whole)
+    expected = torch_logits(reference, tokens, ops)
+    return float(np.linalg.norm(whole - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_floats_give_torchs_logits(tmp_path: Path, name: str) -> None:
+    native, reference = load_both(tmp_path, None, CONFIGS[name])
+    assert difference(native, reference, HalfCacheOps) < 1e-4
+    assert {tiles.kind for tiles in native.decoder.weights.head} == {TileKind.F32}
+
+
+def encoded(kind: GGMLType) -> Encode:
+    """By the gguf package where it can, else random blocks with scales that fit."""
+
+    def encode(name: str, values: np.ndarray) -> tuple[np.ndarray, int]:
+        try:
+            return gguf.quantize(values, gguf.GGMLQuantizationType(kind)), kind
+        except NotImplementedError:
+            return random_blocks(kind, values.shape), kind
+
+    return encode
+
+
+def random_blocks(kind: GGMLType, shape: tuple[int, int]) -> np.ndarray:
+    rng = np.random.default_rng(len(kind.name) + shape[0])
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // kind.block_size, kind.block_bytes), np.uint8)
+
+    def set_halves(place: int, value: float) -> None:
+        halves = (rng.uniform(0.5, 1, (len(blocks), 1)) * value / shape[1] ** 0.5).astype("<f2")
+        blocks[:, place : place + 2] = halves.view(np.uint8)
+
+    match kind:
+        case GGMLType.Q4_K:  # Scales and minimums are six bits.
+            set_halves(0, 1 / 120)
+            set_halves(2, 1 / 16)
+        case GGMLType.Q5_K:
+            set_halves(0, 1 / 240)
+            set_halves(2, 1 / 16)
+        case GGMLType.Q6_K:
+            set_halves(208, 1 / 1200)
+        case GGMLType.Q3_K:
+            set_halves(108, 1 / 60)
+    return blocks.reshape(shape[0], -1)
+
+
+KINDS = {
+    GGMLType.F16: (TileKind.F16, 1e-3),
+    GGMLType.BF16: (TileKind.F32, 1e-3),
+    GGMLType.Q4_0: (TileKind.INT4, 0.02),
+    GGMLType.Q4_1: (TileKind.INT4, 0.02),
+    GGMLType.Q8_0: (TileKind.INT8, 0.02),
+    GGMLType.Q5_0: (TileKind.INT8, 0.02),
+    GGMLType.Q5_1: (TileKind.INT8_AFFINE, 0.02),
+    # Their scales are rounded to halves.
+    GGMLType.Q4_K: (TileKind.INT4, 0.02),
+    GGMLType.Q5_K: (TileKind.INT8_AFFINE, 0.02),
+    # Rounded again, to 8 bits with one scale for 32.
+    GGMLType.Q6_K: (TileKind.INT8, 0.04),
+    GGMLType.Q3_K: (TileKind.INT8, 0.04),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_each_type_gives_torchs_logits(tmp_path: Path, kind: GGMLType) -> None:
+    """With activations of 8 bits there too; those lose a few percent in this model, which has nothing to say."""
+    tile_kind, tolerance = KINDS[kind]
+    native, reference = load_both(tmp_path, encoded(kind), WIDE)
+    ops = QuantizedOps if tile_kind.is_quantized else HalfCacheOps
+    assert difference(native, reference, ops) < tolerance
+    assert difference(native, reference, HalfCacheOps) < 0.06
+    for matrix in (native.decoder.weights.embedding, native.decoder.weights.layers[1].qkv):
+        assert [tiles.kind for tiles in matrix] == [tile_kind]
+
+
+def test_parts_of_different_types_stand_side_by_side(tmp_path: Path) -> None:
+    """As in Q4_K_M files, where some values and down projections have 6 bits."""
+    by_kind = {kind: encoded(kind) for kind in (GGMLType.Q4_K, GGMLType.Q6_K)}
+
+    def encode(name: str, values: np.ndarray) -> tuple[np.ndarray, int]:
+        is_wide = any(part in name for part in ("attn_v", "ffn_down", "token_embd", "ffn_up"))
+        return by_kind[GGMLType.Q6_K if is_wide else GGMLType.Q4_K](name, values)
+
+    native, reference = load_both(tmp_path, encode, attrs.evolve(WIDE, has_tied_embeddings=True))
+    layer = native.decoder.weights.layers[0]
+    assert [(tiles.kind, tiles.rows) for tiles in layer.qkv] == [(TileKind.INT4, 384), (TileKind.INT8, 128)]
+    assert [(tiles.kind, tiles.rows) for tiles in layer.gate_up] == [(TileKind.INT4, 512), (TileKind.INT8, 512)]
+    assert difference(native, reference, QuantizedOps) < 0.08
+
+
+@pytest.mark.parametrize(("quantization", "tolerance"), [(Quantization.INT8, 0.1), (Quantization.INT4, 0.8)])
+def test_floats_are_quantized_when_asked(tmp_path: Path, quantization: Quantization, tolerance: float) -> None:
+    """What 4 bits leave of random weights is little; that of a trained model's is more."""
+    native, reference = load_both(tmp_path, None, WIDE, quantization)
+    assert 1e-4 < difference(native, reference, HalfCacheOps) < tolerance
+    kind = TileKind[quantization.name]
+    assert {tiles.kind for tiles in native.decoder.weights.layers[0].down} == {kind}
+    assert {tiles.kind for tiles in native.decoder.weights.embedding} == {kind}
+
+
+def test_what_is_packed_in_pieces_is_what_is_packed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = native_library()
+    maker = NativeWeights(library, ThreadPool(library, 1))
+    rows = random_blocks(GGMLType.Q3_K, (72, 256))
+    part = StoredMatrix("x", GGMLType.Q3_K, rows, 256)
+    (whole,) = maker.matrix([part])
+    monkeypatch.setattr("trioengine.models.native_ops._PIECE_VALUES", 16 * 256)
+    halves = [attrs.evolve(part, rows=rows[:40]), attrs.evolve(part, rows=rows[40:])]
+    (pieces,) = maker.matrix(halves)
+    assert (pieces.kind, pieces.rows, pieces.columns) == (whole.kind, 72, 256)
+    assert np.array_equal(pieces.data, whole.data)
