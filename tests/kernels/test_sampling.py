@@ -201,3 +201,12 @@ def test_logprobs_are_finite_numbers() -> None:
     assert found.top.isfinite().all()
     assert found.top.min().item() == -9999.0
     assert found.chosen.item() == 0.0
+
+
+def test_the_total_of_top_p_counts_all_equals_of_the_kth(monkeypatch) -> None:
+    """Also those that are not among the first candidates."""
+    monkeypatch.setattr(sampling_reference, "_NUM_CANDIDATES", 4)
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -3.0])
+    # e^2 is 0.31 of e^2 + 6e, but 0.47 of e^2 + 3e.
+    tokens = draw_many(logits, 300, top_k=3, top_p=0.4)
+    assert set(tokens.tolist()) == set(range(7))

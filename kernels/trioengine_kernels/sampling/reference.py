@@ -174,7 +174,8 @@ def _threshold(row: Tensor, candidates: Tensor, top_k: int, top_p: float) -> Ten
     threshold = row.new_tensor(float("-inf"))
     weights = _weights(candidates)
     if 0 < top_k < len(row):
-        if top_k > len(candidates):
+        # There may be more equals of the k-th than candidates.
+        if top_k > len(candidates) or (len(candidates) < len(row) and candidates[-1] == candidates[top_k - 1]):
             return threshold
         threshold = candidates[top_k - 1]
         weights = weights.masked_fill(candidates < threshold, 0)

@@ -43,7 +43,7 @@ static inline double double_of(int64_t bits)
     return x;
 }
 
-/* Integers in the order of floats that are not NaN. */
+/* Integers in the order of floats that are not NaN; the one of -0 is below that of +0. */
 static inline uint32_t key_of(float x)
 {
     const uint32_t bits = bits32(x);
@@ -111,10 +111,9 @@ static inline const float *block(const float *x, int32_t size, int32_t start, fl
     return buffer;
 }
 
-/* Adding 0 makes +0 of -0, which differ in no comparison but would in select_value's keys. */
 static inline float value_of(float x, float shift, float scale)
 {
-    return (x - shift) / scale + 0.0f;
+    return (x - shift) / scale;
 }
 
 /* The first index of the largest value, or of the first NaN. */
@@ -338,7 +337,6 @@ static int32_t sample_row(const TeSampling *sampling, int32_t row, const float *
     const float temperature = sampling->temperature[row], top_p = sampling->top_p[row], min_p = sampling->min_p[row];
     const Row values = {x, size, x[largest], TE_MAX(temperature, 1e-6f)};
     float threshold = min_p > 0 ? (float)log((double)min_p) : -INFINITY;
-    threshold = TE_MIN(threshold, 0.0f);
     if (top_k > 0 && top_k < size) {
         const float kth = kth_largest(&values, top_k, maxima);
         threshold = TE_MAX(threshold, kth);
