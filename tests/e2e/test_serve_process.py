@@ -39,6 +39,13 @@ def get(url: str) -> tuple[int, dict[str, int]]:
             return error.code, json.load(error)
 
 
+def is_healthy(url: str) -> bool:
+    try:
+        return get(f"{url}/health")[0] == 200
+    except urllib.error.URLError:
+        return False  # It has stopped already.
+
+
 def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
@@ -120,6 +127,7 @@ async def test_a_killed_core_is_an_unhealthy_server_whose_streams_end_with_an_er
                 await client.read_head()
                 await client.read_chunk()
                 os.kill(served.core_pids()[0], signal.SIGKILL)
+                await until(lambda: not is_healthy(served.url), seconds=1)
                 rest = await client.read_to_end()
                 await until(lambda: served.process.poll() is not None, seconds=20)
         assert b'data: {"error"' in rest
@@ -159,15 +167,32 @@ def test_a_model_that_cannot_be_loaded_is_one_message_and_no_process(tmp_path: P
     assert not [process for process in psutil.process_iter(["cmdline"]) if str(broken) in str(process.info["cmdline"])]
 
 
+def test_too_little_memory_is_one_message_and_no_process() -> None:
+    """Case 16 (vllm 25568). One line, without a traceback."""
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [*trioengine_command(), "serve", "--port", "0", "--kv-cache-memory-bytes", str(10**13)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert "memory" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
 def test_a_taken_port_is_one_message(server: ServedProcess) -> None:
+    """Said before a model is loaded."""
     port = server.url.rsplit(":", 1)[1]
     done = subprocess.run(
         [*trioengine_command(), "serve", "--port", port], capture_output=True, text=True, timeout=60, check=False
     )
 
     assert done.returncode == 1
-    assert f"port {port}" in done.stderr
-    assert "Traceback" not in done.stderr
+    [message] = done.stderr.splitlines()
+    assert f"port {port}" in message
 
 
 def test_wrong_bodies_leave_the_server_alive(server: ServedProcess) -> None:

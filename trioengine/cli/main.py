@@ -16,6 +16,8 @@ from trioengine.config import env
 from trioengine.errors import TrioEngineError
 
 EXIT_FAILURE = 1
+EXIT_USAGE = 2
+"""As argparse has it."""
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
 
@@ -52,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error of TrioEngine's is one line on standard error and status 1; a wrong command line is status 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    name = _parser().parse_args(words[:1]).command
+    parser = _parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    name = parser.parse_args(words[:1]).command
     try:
         if name in QUIET_COMMANDS:
             env.set_default_log_level("warning")

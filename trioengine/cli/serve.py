@@ -2,7 +2,9 @@
 
 import argparse
 import functools
+import socket
 import sys
+from collections.abc import Sequence
 
 import attrs
 import trio
@@ -17,7 +19,7 @@ from trioengine.config import EngineConfig, ServerConfig
 from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.runtime.collector import tune_garbage_collector
 from trioengine.server.app import create_app
-from trioengine.server.serve import serve
+from trioengine.server.serve import bind_listeners, serve
 
 HEALTH_INTERVAL_S = 0.5
 LAST_EVENTS_TIMEOUT_S = 1.0
@@ -68,16 +70,20 @@ class _Service:
 
     async def _run_engine(self) -> None:
         progress = Progress()
+        # Before the model is loaded, so that a taken port is known at once; nothing listens until it is.
+        listeners = await bind_listeners(self._server_config)
         try:
             async with open_engine(self._engine_config, on_progress=progress) as engine:
                 progress.clear()
-                await self._run_server(engine)
+                await self._run_server(engine, listeners)
                 if self._death is not None:
                     raise self._death
         finally:
             progress.clear()
+            for listener in listeners:
+                listener.close()
 
-    async def _run_server(self, engine: EngineClient) -> None:
+    async def _run_server(self, engine: EngineClient, listeners: Sequence[socket.socket]) -> None:
         stop = trio.Event()
         app = create_app(engine, shutdown=self._shutdown, stop=stop, is_strict=self._server_config.strict)
         timeout_s = self._server_config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S
@@ -86,7 +92,9 @@ class _Service:
             watching.start_soon(self._watch_engine, engine)
             watching.start_soon(self._end_drain, stop)
             async with trio.open_nursery() as serving:
-                urls = await serving.start(functools.partial(serve, app, config, shutdown=self._shutdown))
+                urls = await serving.start(
+                    functools.partial(serve, app, config, shutdown=self._shutdown, listeners=listeners)
+                )
                 self._is_serving = True
                 tune_garbage_collector()
                 print(f"Serving {engine.model_name} on {', '.join(urls)}", file=sys.stderr, flush=True)

@@ -74,7 +74,7 @@ def _public_message(error: Exception) -> str:
         case EngineGenerateError():
             return "The engine could not finish this request; others go on."
         case EngineDeadError():
-            return "The engine has died; the server needs to be started anew."
+            return "The engine has died, or does not answer."
         case EngineClosedError():
             return "The engine is closed; the server is shutting down."
         case _:

@@ -80,8 +80,11 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
     try:
         built = build(launch, report)
     except Exception as error:  # The border of the process: the parent is told, and raises it.
-        message = f"The engine core could not start: {type(error).__name__}: {error}"
-        _say_last_words(socket, error if isinstance(error, TrioEngineError) else EngineStartError(message))
+        if not isinstance(error, TrioEngineError):
+            # The parent tells its caller in one line. Where in the code it happened, only this log says.
+            logger.exception("The engine core could not start.")
+            error = EngineStartError(f"The engine core could not start: {type(error).__name__}: {error}")
+        _say_last_words(socket, error)
         return 1
     try:
         tune_garbage_collector()
@@ -89,6 +92,7 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
         run_step_loop(built.core, [socket], page)
     except Exception as error:  # The border of the process, as above.
         message = f"The engine core died: {type(error).__name__}: {error}"
+        logger.exception("The engine core died.")
         _say_last_words(socket, EngineDeadError(message, cause=traceback.format_exc()))
         return 1
     finally:
@@ -97,10 +101,7 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
 
 
 def _say_last_words(socket: BlockingSocket, error: TrioEngineError) -> None:
-    """Log why this process ends, and tell the front end, waiting a moment for it to listen."""
-    if isinstance(error, (EngineStartError, EngineDeadError)):
-        # The parent tells its caller in one line. Where in the code it happened, only this log says.
-        logger.error("%s", error, exc_info=True)
+    """Tell the front end why this process ends, waiting a moment for it to listen."""
     socket.try_send((encode(EngineDead(error_to_data(error))),))
     socket.close(linger_s=LAST_WORDS_TIMEOUT_S)
 

@@ -130,6 +130,7 @@ class _Routes:
         return _json({"version": __version__})
 
     async def load(self) -> Response:
+        self.engine.check_health()  # A core that hangs would let the caller wait.
         return _json(attrs.asdict(await self.engine.call(GetLoad())))
 
     async def _generate(self, endpoint: _Endpoint[B]) -> Response:

@@ -29,7 +29,8 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return _http_exception_response(error)
     if not isinstance(error, (RequestError, UnavailableError)):
-        logger.error("A request failed: %r", error, exc_info=error)
+        # One of ours says it all; only of another must one know where in the code it came from.
+        logger.error("A request failed: %r", error, exc_info=None if isinstance(error, TrioEngineError) else error)
     return _response(error_reply(error))
 
 

@@ -61,8 +61,9 @@ async def serve(
         raise ConfigError("http2 needs tls: HTTP/2 is chosen by ALPN only", option="http2")
     if tls is not None:
         tls.set_alpn_protocols(["h2", "http/1.1"] if http2 else ["http/1.1"])
-    sockets = await _bind(config) if listeners is None else list(listeners)
+    sockets = await bind_listeners(config) if listeners is None else list(listeners)
     try:
+        _listen(sockets)
         async with open_lifespan(app, config.shutdown_timeout_s) as state:
             service = Service(
                 app=ASGIWrapper(BodyLimit(app, config.max_body_bytes)),
@@ -75,6 +76,33 @@ async def serve(
             await _Server(service, sockets).run(trio.Event() if shutdown is None else shutdown, task_status)
     finally:
         _close(sockets)
+
+
+async def bind_listeners(config: ServerConfig) -> list[socket.socket]:
+    """Sockets bound to the configured address, for `serve`, which closes them; nothing listens yet.
+
+    For whoever has long work to do before it serves, and wants to know first that the address can be had.
+
+    Raises:
+        ServerStartError: it cannot be bound. No socket is left.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        addresses = await trio.socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, address in addresses:
+            # As plain sockets: a write that fits the kernel's buffer is one call on one of these.
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+    except OSError as error:
+        _close(sockets)
+        raise ServerStartError(f"Cannot listen on {config.host} port {config.port}: {error}") from error
+    return sockets
 
 
 class _Server:
@@ -90,8 +118,6 @@ class _Server:
         async with trio.open_nursery() as nursery:
             async with trio.open_nursery() as accepting:
                 for sock in self._sockets:
-                    sock.setblocking(False)
-                    sock.listen(_BACKLOG)
                     accepting.start_soon(self._accept, sock, nursery)
                 task_status.started([_url(sock, is_tls=self._service.tls is not None) for sock in self._sockets])
                 await shutdown.wait()
@@ -141,13 +167,13 @@ class _Server:
             self._one_has_ended = trio.Event()
 
 
-async def _bind(config: ServerConfig) -> list[socket.socket]:
-    try:
-        listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=_BACKLOG)
-    except OSError as error:
-        raise ServerStartError(f"Cannot listen on {config.host} port {config.port}: {error}") from error
-    # As plain sockets: a write that fits the kernel's buffer is one call on one of these.
-    return [socket.socket(fileno=listener.socket.detach()) for listener in listeners]
+def _listen(sockets: Sequence[socket.socket]) -> None:
+    for sock in sockets:
+        sock.setblocking(False)
+        try:
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            raise ServerStartError(f"Cannot listen on {sock.getsockname()}: {error}") from error
 
 
 def _close(sockets: Sequence[socket.socket]) -> None:

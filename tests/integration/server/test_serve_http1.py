@@ -15,7 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine.config.server import ServerConfig
 from trioengine.errors import ConfigError, ServerStartError
 from trioengine.server.connection import MAX_PAUSED_BYTES
-from trioengine.server.serve import serve
+from trioengine.server.serve import bind_listeners, serve
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import ConnectionEndedError, open_raw_http, request_bytes
 
@@ -80,6 +80,22 @@ async def test_an_address_in_use_is_an_error_that_names_it() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ServerStartError, match=f"127.0.0.1 port {port}"):
             await serve(echo_scope, ServerConfig(port=port))
+
+
+async def test_an_address_can_be_bound_before_there_is_anything_to_serve() -> None:
+    """Until then nobody is accepted; who binds it in between, and listens first, has it."""
+    [ours] = await bind_listeners(ServerConfig(port=0))
+    port = ours.getsockname()[1]
+    with pytest.raises(OSError):
+        await trio.open_tcp_stream("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ServerStartError, match=str(port)):
+        await serve(echo_scope, ServerConfig(), listeners=[ours])
+    assert ours.fileno() == -1
+
+
+async def test_a_host_that_is_none_is_an_error_that_names_it() -> None:
+    with pytest.raises(ServerStartError, match=r"no-host\.invalid"):
+        await bind_listeners(ServerConfig(host="no-host.invalid"))
 
 
 @pytest.mark.parametrize("option", ["max_body_bytes", "max_connections", "keep_alive_timeout_s", "header_timeout_s"])

@@ -159,12 +159,14 @@ async def test_json_with_a_charset_is_fine() -> None:
     assert response.status_code == 200
 
 
-async def test_health_fails_when_the_engine_is_dead() -> None:
-    """And the cause stays in the log."""
+@pytest.mark.parametrize("path", ["/health", "/load"])
+async def test_health_and_load_fail_when_the_engine_is_dead(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Case 9 (vllm 19881): at once, without asking the core. The cause stays in the log, in one line."""
     engine = FakeEngine(health_error=EngineDeadError("dead", cause="secret"))
-    response = await create_app(engine).test_client().get("/health")
+    response = await create_app(engine).test_client().get(path)
     assert response.status_code == 503
     assert (await error_of(response))["code"] == "engine_dead"
+    assert [record.exc_info for record in caplog.records if record.name.startswith("trioengine")] == [None]
 
 
 async def test_a_bug_in_a_route_is_a_500_with_the_shape() -> None:

@@ -56,7 +56,14 @@ def test_a_missing_server_package_says_what_to_install(
     assert "trioengine[server]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["models", "--nonsense"]])
+def test_no_command_at_all_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """With status 2."""
+    assert cli.main([]) == 2
+    told = capsys.readouterr().err
+    assert all(command in told for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("words", [["nonsense"], ["models", "--nonsense"]])
 def test_a_wrong_command_line_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
