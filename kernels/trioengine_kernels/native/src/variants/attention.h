@@ -124,7 +124,7 @@ static void attention(const TeAttention *attention, const TeStep *step, const Te
             __builtin_prefetch(keys[unit]);
         }
         for (int32_t unit = first_unit; unit < end_unit; unit++)
-            float_product(1, num_rows, 1, queries, dim, keys[unit], TE_KV_TOKENS, 0, dim,
+            half_product(num_rows, 1, queries, dim, keys[unit], TE_KV_TOKENS, 0, dim,
                           scores + (unit - first_unit) * TE_KV_TOKENS, TE_KV_SPLIT, 0);
         float maxes[num_rows], sums[num_rows];
         for (int32_t r = 0; r < num_rows; r++) {
@@ -135,7 +135,7 @@ static void attention(const TeAttention *attention, const TeStep *step, const Te
         }
         for (int32_t unit = first_unit; unit < end_unit; unit++)
             /* Places behind the last key hold anything, NaN too, which a weight of 0 would not undo. */
-            float_product(1, num_rows, padded / TE_KV_TOKENS, scores + (unit - first_unit) * TE_KV_TOKENS, TE_KV_SPLIT,
+            half_product(num_rows, padded / TE_KV_TOKENS, scores + (unit - first_unit) * TE_KV_TOKENS, TE_KV_SPLIT,
                           keys[unit] + (int64_t)dim * TE_KV_TOKENS, padded, TE_KV_TOKENS,
                           TE_MIN(TE_KV_TOKENS, num_keys - unit * TE_KV_TOKENS), split_values, padded, TE_KV_TOKENS);
         for (int32_t r = 0; r < num_rows; r++)

@@ -11,10 +11,13 @@
 #include "simd.h"
 #include "te.h"
 
+/* Tokens that share a tile in registers. Elsewhere one at a time: less to compile. */
 #if defined(__AVX512VNNI__)
 #define TE_MAX_TOKENS 8
-#else
+#elif defined(__AVX2__) || defined(__aarch64__)
 #define TE_MAX_TOKENS 4
+#else
+#define TE_MAX_TOKENS 1
 #endif
 
 /* ---- one group: 8 rows x 32 columns as 8 vectors of 8 rows x 4 columns ---- */
@@ -205,7 +208,7 @@ TE_INLINE void quantized_strips(int kind, int num_tokens, const TeTiles *tiles, 
                                 float *out, int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t token)
 {
     int32_t strip = first_strip;
-    if (num_tokens <= 2)
+    if (num_tokens <= 2 && TE_MAX_TOKENS > 1)
         for (; strip + 2 <= end_strip; strip += 2)
             quantized_block(kind, 2, num_tokens, tiles, x, bias, out, out_stride, strip, token);
     for (; strip < end_strip; strip++)
@@ -221,16 +224,11 @@ TE_INLINE void quantized_linear(int kind, const TeTiles *tiles, const TeGroup *x
 #define TE_TOKENS(n)                                                                                                   \
     quantized_strips(kind, n, tiles, x, bias, out, out_stride, first_strip, end_strip, token);                         \
     token += n
-#if TE_MAX_TOKENS == 8
-        if (count >= 8) {
+        if (TE_MAX_TOKENS >= 8 && count >= 8) {
             TE_TOKENS(8);
-        } else
-#endif
-            if (count >= 4) {
+        } else if (TE_MAX_TOKENS >= 4 && count >= 4) {
             TE_TOKENS(4);
-        } else if (count == 3) {
-            TE_TOKENS(3);
-        } else if (count == 2) {
+        } else if (TE_MAX_TOKENS >= 4 && count >= 2) {
             TE_TOKENS(2);
         } else {
             TE_TOKENS(1);
@@ -288,7 +286,7 @@ TE_INLINE void float_block(int is_half, int num_rows, int num_wide, const float 
 }
 
 /* The same for any number of rows and of 16-column pieces. */
-TE_INLINE void float_product(int is_half, int32_t num_rows, int32_t num_wide, const float *a, int64_t a_stride,
+TE_INLINE void float_blocks(int is_half, int32_t num_rows, int32_t num_wide, const float *a, int64_t a_stride,
                              const void *b, int64_t b_stride, int64_t b_width, int32_t count, float *sums,
                              int64_t sum_stride, int64_t sum_width)
 {
@@ -298,18 +296,18 @@ TE_INLINE void float_product(int is_half, int32_t num_rows, int32_t num_wide, co
                 b_stride, b_width, count, sums + r * sum_stride + w * sum_width, sum_stride, sum_width)
     for (int32_t r = 0; r < num_rows;) {
         int32_t rows = num_rows - r, w = 0;
-        if (rows >= 6) {
+        if (rows >= 6 && TE_MAX_TOKENS > 1) {
             for (; w < num_wide; w++)
                 TE_BLOCK(6, 1);
             r += 6;
-        } else if (rows >= 3) {
+        } else if (rows >= 3 && TE_MAX_TOKENS > 1) {
             for (; w + 2 <= num_wide; w += 2)
                 TE_BLOCK(3, 2);
             for (; w < num_wide; w++)
                 TE_BLOCK(3, 1);
             r += 3;
         } else {
-            for (; w + 4 <= num_wide; w += 4)
+            for (; w + 4 <= num_wide && TE_MAX_TOKENS > 1; w += 4)
                 TE_BLOCK(1, 4);
             for (; w < num_wide; w++)
                 TE_BLOCK(1, 1);
@@ -317,6 +315,21 @@ TE_INLINE void float_product(int is_half, int32_t num_rows, int32_t num_wide, co
         }
     }
 #undef TE_BLOCK
+}
+
+static __attribute__((noinline)) void half_product(int32_t num_rows, int32_t num_wide, const float *a,
+                                                   int64_t a_stride, const void *b, int64_t b_stride, int64_t b_width,
+                                                   int32_t count, float *sums, int64_t sum_stride, int64_t sum_width)
+{
+    float_blocks(1, num_rows, num_wide, a, a_stride, b, b_stride, b_width, count, sums, sum_stride, sum_width);
+}
+
+static __attribute__((noinline)) void single_product(int32_t num_rows, int32_t num_wide, const float *a,
+                                                     int64_t a_stride, const void *b, int64_t b_stride,
+                                                     int64_t b_width, int32_t count, float *sums, int64_t sum_stride,
+                                                     int64_t sum_width)
+{
+    float_blocks(0, num_rows, num_wide, a, a_stride, b, b_stride, b_width, count, sums, sum_stride, sum_width);
 }
 
 TE_INLINE void float_linear(int is_half, const TeTiles *tiles, const float *x, const float *bias, float *out,
@@ -331,9 +344,10 @@ TE_INLINE void float_linear(int is_half, const TeTiles *tiles, const float *x, c
         for (int32_t strip = first_strip; strip < end_strip;) {
             int32_t wide = TE_MIN(end_strip - strip, MAX_WIDE);
             memset(sums, 0, sizeof sums);
-            float_product(is_half, num_rows, wide, x + (int64_t)token * tiles->columns, tiles->columns,
-                          tiles->data + (size_t)strip * strip_bytes, TE_FLOAT_ROWS, strip_items, tiles->columns, sums,
-                          MAX_WIDE * TE_FLOAT_ROWS, TE_FLOAT_ROWS);
+            (is_half ? half_product : single_product)(
+                num_rows, wide, x + (int64_t)token * tiles->columns, tiles->columns,
+                tiles->data + (size_t)strip * strip_bytes, TE_FLOAT_ROWS, strip_items, tiles->columns, sums,
+                MAX_WIDE * TE_FLOAT_ROWS, TE_FLOAT_ROWS);
             for (int32_t r = 0; r < num_rows; r++)
                 for (int32_t half = 0; half < 2 * wide; half++) {
                     int32_t row = strip * TE_FLOAT_ROWS + half * TE_TILE_ROWS;
