@@ -1,6 +1,5 @@
 """The native kernels compute a model's logits as torch does with the same, dequantized weights."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -11,27 +10,23 @@ torch = pytest.importorskip("torch")
 
 import gguf  # noqa: E402
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
-from trioengine_kernels.native.program import KVCache, StepArrays  # noqa: E402
 from trioengine_kernels.native.tiles import TileKind  # noqa: E402
-from trioengine_kernels.paged_attention import plan_attention  # noqa: E402
 
 from trioengine.checkpoint.gguf import GGMLType  # noqa: E402
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import Quantization  # noqa: E402
 from trioengine.models.config import Architecture, ModelConfig  # noqa: E402
 from trioengine.models.loader import StoredMatrix  # noqa: E402
-from trioengine.models.native_ops import NativeModel, NativeWeights, load_native_model, record  # noqa: E402
+from trioengine.models.native_ops import NativeModel, NativeWeights, load_native_model  # noqa: E402
 from trioengine.models.torch_ops import (  # noqa: E402
-    DecoderInput,
-    LayerKVCache,
     TorchModel,
     TorchOps,
     load_torch_model,
 )
+from trioengine.testing.logits import native_logits, torch_logits  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import Encode, random_model, tiny_config, write_gguf  # noqa: E402
 
-BLOCK_SIZE = 16
 TINY = tiny_config()
 CONFIGS = {
     "llama": TINY,
@@ -67,57 +62,6 @@ class QuantizedOps(HalfCacheOps):
         groups = x.unflatten(1, (-1, 32))
         scale = groups.abs().amax(dim=-1, keepdim=True) / 127
         return super().linear(((groups / scale).round() * scale).flatten(1), weight, bias)
-
-
-def torch_logits(model: TorchModel, tokens: Sequence[int], ops: type[TorchOps]) -> np.ndarray:
-    """The logits of all tokens of one sequence."""
-    config = model.config
-    num_blocks = -(-len(tokens) // BLOCK_SIZE)
-    shape = (num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    places = torch.arange(len(tokens))
-    plan = plan_attention(
-        torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
-        torch.tensor([0, len(tokens)]),
-        torch.tensor([len(tokens)]),
-        block_size=BLOCK_SIZE,
-        window=config.sliding_window,
-    )
-    batch = DecoderInput(torch.tensor(tokens), places, places, plan, places)
-    cache = [LayerKVCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
-    with torch.inference_mode():
-        return model.decoder.forward(ops(batch, cache)).numpy()
-
-
-def native_logits(model: NativeModel, tokens: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """The same, computed in pieces of `counts` tokens."""
-    config, library = model.config, native_library()
-    num_blocks = -(-len(tokens) // BLOCK_SIZE)
-    program = record(model, library, max_tokens=max(counts), max_logit_rows=max(counts))
-    cache = KVCache(
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
-    pool = ThreadPool(library, 2)
-    block_table = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
-    logits, first = [], 0
-    for count in counts:
-        places = np.arange(first, first + count, dtype=np.int32)
-        step = StepArrays(
-            token_ids=np.array(tokens[first : first + count], np.int32),
-            positions=places,
-            slots=block_table[places // BLOCK_SIZE] * np.int32(BLOCK_SIZE) + places % np.int32(BLOCK_SIZE),
-            query_start=np.array([0, count], np.int32),
-            seq_lens=np.array([first + count], np.int32),
-            block_table=block_table[None],
-            logit_rows=np.arange(count, dtype=np.int32),
-        )
-        logits.append(program.run(step, cache, pool).copy())
-        first += count
-    assert first == len(tokens)
-    return np.concatenate(logits)
 
 
 def load_both(

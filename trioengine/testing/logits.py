@@ -1,0 +1,68 @@
+# pyright: basic
+"""The logits of a text by each backend, without scheduling: what comparisons of backends compare."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from trioengine_kernels.native.library import ThreadPool
+from trioengine_kernels.native.program import KVCache, StepArrays
+from trioengine_kernels.paged_attention import plan_attention
+
+from trioengine.models.loader import Floats
+from trioengine.models.native_ops import NativeModel, record
+from trioengine.models.torch_ops import DecoderInput, LayerKVCache, TorchModel, TorchOps
+from trioengine.testing.native import native_library
+
+BLOCK_SIZE = 16
+
+
+def torch_logits(model: TorchModel, token_ids: Sequence[int], ops: type[TorchOps] = TorchOps) -> Floats:
+    """[num_tokens, vocab_size], computed at once."""
+    config = model.config
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    shape = (num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    places = torch.arange(len(token_ids))
+    plan = plan_attention(
+        torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
+        torch.tensor([0, len(token_ids)]),
+        torch.tensor([len(token_ids)]),
+        block_size=BLOCK_SIZE,
+        window=config.sliding_window,
+    )
+    batch = DecoderInput(torch.tensor(token_ids), places, places, plan, places)
+    cache = [LayerKVCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+    with torch.inference_mode():
+        return model.decoder.forward(ops(batch, cache)).numpy()
+
+
+def native_logits(model: NativeModel, token_ids: Sequence[int], counts: Sequence[int], num_threads: int = 2) -> Floats:
+    """[num_tokens, vocab_size], computed in pieces of `counts` tokens."""
+    config, library = model.config, native_library()
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    program = record(model, library, max_tokens=max(counts), max_logit_rows=max(counts))
+    cache = KVCache(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    pool = ThreadPool(library, num_threads)
+    block_table = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
+    logits, first = [], 0
+    for count in counts:
+        places = np.arange(first, first + count, dtype=np.int32)
+        step = StepArrays(
+            token_ids=np.array(token_ids[first : first + count], np.int32),
+            positions=places,
+            slots=block_table[places // BLOCK_SIZE] * np.int32(BLOCK_SIZE) + places % np.int32(BLOCK_SIZE),
+            query_start=np.array([0, count], np.int32),
+            seq_lens=np.array([first + count], np.int32),
+            block_table=block_table[None],
+            logit_rows=np.arange(count, dtype=np.int32),
+        )
+        logits.append(program.run(step, cache, pool).copy())
+        first += count
+    assert first == len(token_ids)
+    return np.concatenate(logits)
