@@ -58,7 +58,7 @@ async def until(condition: Callable[[], object], *, seconds: float) -> None:
 
 
 async def test_200_clients_that_vanish_leave_nothing(server: ServedProcess) -> None:
-    """They disconnect before, while or after their answer streams, half of them with a reset."""
+    """Case 3 (vllm 9428, llama.cpp 13262): before, while or after their answer streams, half of them with a reset."""
     rng = random.Random(7)
     total = get(f"{server.url}/load")[1]["total_blocks"]
 
@@ -151,6 +151,7 @@ async def test_a_killed_server_leaves_no_core() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_one_message_and_no_process(tmp_path: Path) -> None:
+    """Case 16 (vllm 25568)."""
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + b"\xff" * 100)
     done = subprocess.run(

@@ -89,7 +89,7 @@ async def text_of(engine: Engine, prompt: str = "abc", sampling: SamplingParams 
 
 
 async def test_a_killed_core_is_the_death_of_everything_that_waits_and_nothing_else(model: str) -> None:
-    """Cases 9 and 11: tokens first, then the error; pending and later calls and requests; the block goes on."""
+    """Cases 9 (vllm 19881) and 11: tokens first, then the error; calls too; the block goes on."""
     deaths: list[str] = []
     causes: list[str] = []
 
@@ -187,7 +187,7 @@ async def test_a_death_error_that_leaves_the_block_is_not_wrapped(model: str) ->
 
 
 async def test_a_stopped_core_is_unhealthy_until_it_goes_on(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 10. Requests that wait are not failed; new ones are refused meanwhile."""
+    """Case 10 (vllm 39863). Requests that wait are not failed; new ones are refused meanwhile."""
     async with open_scripted(model) as engine:
         async with engine.generate(GenerateRequest("abc", ENDLESS)) as stream:
             await anext(stream)

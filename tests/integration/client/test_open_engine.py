@@ -82,7 +82,7 @@ async def test_progress_is_reported_while_it_opens(model: str) -> None:
 async def test_opening_and_closing_five_times_leaks_nothing(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Case 13: no file, socket, thread, process or directory."""
+    """Case 13 (vllm 9727): no file, socket, thread, process or directory."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     process = psutil.Process()
 
@@ -266,7 +266,7 @@ async def test_a_core_that_takes_too_long_to_load_is_a_start_error(model: str) -
 
 
 async def test_a_broken_model_file_is_a_checkpoint_error_of_the_real_core(tmp_path: Path) -> None:
-    """Case 16: as itself, with the file's path. Only the core finds it: the tokenizer in this folder is whole."""
+    """Case 16 (vllm 25568): as itself, with the path. Only the core finds it: the folder's tokenizer is whole."""
     folder = write_fake_model(tmp_path / "model")
     (folder / "config.json").write_text('{"architectures": ["PoetForCausalLM"]}')
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -293,7 +293,7 @@ def run_script(path: Path, text: str, **options: Any) -> "subprocess.Popen[str]"
 
 
 async def test_a_script_needs_no_main_guard(model: str, tmp_path: Path) -> None:
-    """Case 13: the core imports its own module and nothing of the user's."""
+    """Case 13 (vllm 8893): the core imports its own module and nothing of the user's."""
     process = run_script(
         tmp_path / "script.py",
         f"""
@@ -321,7 +321,7 @@ async def test_a_script_needs_no_main_guard(model: str, tmp_path: Path) -> None:
 
 
 async def test_the_core_of_a_killed_process_ends(model: str, tmp_path: Path) -> None:
-    """Case 12: kill -9 of the parent, also while a step hangs."""
+    """Case 12 (vllm 55510): kill -9 of the parent, also while a step hangs."""
     process = run_script(
         tmp_path / "script.py",
         f"""

@@ -50,6 +50,7 @@ async def test_a_body_of_exactly_the_limit_passes() -> None:
 
 
 async def test_a_content_length_over_the_limit_is_413_before_the_body_is_sent() -> None:
+    """Case 18 (vllm 24910)."""
     is_called = False
 
     async def app(scope, receive, send) -> None:
@@ -131,7 +132,7 @@ async def test_a_client_that_expects_100_continue_is_answered(num_bytes: int, st
 
 
 async def test_other_routes_answer_while_a_body_of_27_mb_arrives() -> None:
-    """Counted, not timed: as long as the upload lasts, health is asked again and again."""
+    """Case 18 (vllm 24910): counted, not timed: as long as the upload lasts, health is asked again and again."""
     body = bytes(27_000_000)
     num_answers = 0
     async with (

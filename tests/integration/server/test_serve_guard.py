@@ -99,6 +99,7 @@ async def test_a_websocket_echoes_and_closes_normally() -> None:
 @pytest.mark.parametrize("extra", [b"x", b"\x81\x85\0\0\0\0hello", bytes(10_000)], ids=["byte", "frame", "much"])
 @pytest.mark.parametrize("path", ["/echo", "/late", "/nothing"])
 async def test_bytes_before_the_websocket_is_accepted_end_this_connection_only(path: str, extra: bytes) -> None:
+    """Case 45 (hypercorn 225)."""
     async with (
         open_server(make_app()) as server,
         check_bystander(server),
@@ -265,6 +266,7 @@ async def check_http2_bystander(server: RunningServer) -> AsyncGenerator[None]:
 
 
 async def test_http2_data_after_an_early_413_ends_at_most_this_connection() -> None:
+    """Case 45 (hypercorn 225)."""
     async with (
         open_tls_server(http2=True) as server,
         check_http2_bystander(server),

@@ -57,7 +57,7 @@ async def error_of(response: Response) -> dict[str, Any]:
     ids=lambda body: repr(body)[:40],
 )
 async def test_a_wrong_body_is_a_400_and_the_server_lives(body: object) -> None:
-    """Cases 21, 37 and 42: also when a stream was asked for, and nothing reached the engine."""
+    """Cases 21, 37 (mistral.rs 1874) and 42 (OpenViking 4238): also for a stream; nothing reached the engine."""
     engine = FakeEngine()
     app = create_app(engine)
     data = body if isinstance(body, bytes) else json.dumps(body)
@@ -69,7 +69,7 @@ async def test_a_wrong_body_is_a_400_and_the_server_lives(body: object) -> None:
 
 
 async def test_a_list_of_an_empty_prompt_is_a_400() -> None:
-    """Case 42."""
+    """Case 42 (OpenViking 4238)."""
     response = await post(FakeEngine(), {"prompt": [""]}, "/v1/completions")
     assert response.status_code == 400
 
@@ -85,7 +85,7 @@ async def test_a_list_of_an_empty_prompt_is_a_400() -> None:
     ],
 )
 async def test_what_the_engine_refuses_has_no_stream(error: TrioEngineError, status: int, stream: bool) -> None:
-    """Cases 20, 40 and 41: a status instead of a 200 with an error in it."""
+    """Cases 20, 40 and 41 (ollama 4967): a status instead of a 200 with an error in it."""
     response = await post(FakeEngine(enter_error=error), {**CHAT, "stream": stream})
     assert response.status_code == status
     assert (await error_of(response))["code"] == error.code
@@ -93,7 +93,7 @@ async def test_what_the_engine_refuses_has_no_stream(error: TrioEngineError, sta
 
 
 async def test_a_template_that_refuses_says_why() -> None:
-    """Case 40."""
+    """Case 40 (mistral.rs 506)."""
     engine = FakeEngine(enter_error=RequestError("Roles must alternate.", param="messages"))
     error = await error_of(await post(engine, CHAT))
     assert error["message"] == "Roles must alternate."

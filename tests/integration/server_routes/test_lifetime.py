@@ -66,7 +66,7 @@ class AsgiClient:
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2, 3, 4])
 async def test_a_client_that_vanishes_from_a_stream_ends_its_request(num_accepted: int) -> None:
-    """Case 3: at every event, also between the route's return and the first look at the body."""
+    """Case 3 (vllm 9428, llama.cpp 13262): at every event, also before the first look at the body."""
     engine = FakeEngine()
     client = AsgiClient(STREAMED, accepts=num_accepted)
     with trio.fail_after(10):
@@ -81,7 +81,7 @@ async def test_a_client_that_vanishes_from_a_stream_ends_its_request(num_accepte
 
 @pytest.mark.parametrize("body", [CHAT, STREAMED], ids=["whole", "streamed"])
 async def test_a_client_that_vanishes_while_it_waits_ends_its_request(body: dict[str, Any]) -> None:
-    """Case 3: queued, or in a long prefill."""
+    """Case 3 (vllm 9428, llama.cpp 13262): queued, or in a long prefill."""
     engine = FakeEngine(ScriptedReply(deltas=["x"], go_on=trio.Event()))
     client = AsgiClient(body, accepts=100)
     with trio.fail_after(10):
@@ -96,7 +96,7 @@ async def test_a_client_that_vanishes_while_it_waits_ends_its_request(body: dict
 
 @pytest.mark.parametrize("num_checkpoints", range(0, 60, 3))
 async def test_a_cancel_at_any_checkpoint_leaves_nothing(num_checkpoints: int) -> None:
-    """Cases 1 and 3: while the body is read, the request is entered, the headers or a chunk are sent, or at its end."""
+    """Cases 1 (vllm 57061) and 3: while body, headers or chunks are on their way, while it is entered, at its end."""
     engine = FakeEngine()
     client = AsgiClient(STREAMED, accepts=100)
     async with trio.open_nursery() as nursery:
@@ -108,7 +108,7 @@ async def test_a_cancel_at_any_checkpoint_leaves_nothing(num_checkpoints: int) -
 
 
 async def test_a_waiting_stream_pings(autojump_clock: MockClock) -> None:
-    """Case 46: every few seconds until the first token, in comments that a parser of events skips."""
+    """Case 46 (llama.cpp 24013): every few seconds until the first token, in comments that a parser of events skips."""
     engine = FakeEngine(ScriptedReply(first_delay_s=3.5 * PING_INTERVAL_S))
     response = await create_app(engine).test_client().post(PATH, json=STREAMED)
     events = (await response.get_data(as_text=True)).split("\n\n")
@@ -184,7 +184,7 @@ async def test_an_operator_may_end_a_stream() -> None:
 @pytest.mark.parametrize("way", ["fin", "rst"])
 @pytest.mark.parametrize("body", [CHAT, STREAMED], ids=["whole", "streamed"])
 async def test_a_closed_socket_ends_the_request(body: dict[str, Any], way: str) -> None:
-    """Case 3, through the real server: with FIN and with RST."""
+    """Case 3 (vllm 9428, llama.cpp 13262), through the real server: with FIN and with RST."""
     engine = FakeEngine(ScriptedReply(deltas=["a", "b", "c"], go_on=trio.Event()))
     async with open_server(create_app(engine)) as server, open_raw_http(server.url) as client:
         await client.send_request("POST", PATH, headers=JSON, body=json.dumps(body).encode())

@@ -132,7 +132,7 @@ async def test_version_and_health_answer() -> None:
 
 
 async def test_a_long_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 18: in a thread, so that others are served meanwhile; right and wrong ones are answered like short ones."""
+    """Case 18 (vllm 24910): in a thread, so that others are served; right and wrong ones are answered as usual."""
     threads: list[str] = []
 
     def parse(data: bytes) -> ChatCompletionRequest:

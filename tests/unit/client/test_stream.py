@@ -18,7 +18,7 @@ from trioengine.errors import (
 from trioengine.frontend.input_processor import LONG_PROMPT_CHARS
 from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_engine
-from trioengine.types.codec import error_to_data
+from trioengine.types.codec import encode, error_to_data
 from trioengine.types.messages import (
     AbortRequests,
     CheckIntegrity,
@@ -125,7 +125,7 @@ async def test_a_stop_string_ends_the_request_in_the_core_too(autojump_clock: Mo
 async def test_a_thousand_requests_cancelled_while_they_are_sent_never_reach_the_core(
     autojump_clock: MockClock,
 ) -> None:
-    """Case 1: entering either sends and registers, or neither."""
+    """Case 1 (vllm 57061): entering either sends and registers, or neither."""
     async with open_scripted_engine(PACED) as scripted:
         entered = 0
         for _ in range(1000):
@@ -164,7 +164,7 @@ async def test_a_request_is_forgotten_wherever_its_task_is_cancelled(autojump_cl
 
 
 async def test_many_requests_that_start_and_are_cancelled_leave_nothing(autojump_clock: MockClock) -> None:
-    """Case 1: a thousand at once, each cancelled after a number of checkpoints of its own."""
+    """Case 1 (vllm 57061): a thousand at once, each cancelled after a number of checkpoints of its own."""
     async with open_scripted_engine(PACED) as scripted:
 
         async def run_and_cancel(num_checkpoints: int) -> None:
@@ -192,7 +192,7 @@ async def test_many_requests_that_start_and_are_cancelled_leave_nothing(autojump
 
 
 async def test_a_cancelled_queued_request_leaves_a_running_one_untouched(autojump_clock: MockClock) -> None:
-    """Case 5."""
+    """Case 5 (ik_llama.cpp 1929)."""
     async with open_scripted_engine(Script(pace_s=1.0, max_num_seqs=1)) as scripted:
         async with scripted.engine.generate(request(max_tokens=10)) as running:
             await anext(running)
@@ -206,6 +206,25 @@ async def test_a_cancelled_queued_request_leaves_a_running_one_untouched(autojum
             assert text_of(outputs) == ("abc" * 4)[1:10]
             assert outputs[-1].outputs[0].finish_reason is FinishReason.LENGTH
         await assert_idle(scripted)
+
+
+async def test_the_core_hears_of_leaving_before_anything_that_follows(autojump_clock: MockClock) -> None:
+    """A call that is made right afterwards finds the request gone."""
+    async with open_scripted_engine(PACED) as scripted:
+        stream = await scripted.engine.generate(request(max_tokens=ENDLESS)).__aenter__()
+        await anext(stream)
+        await stream.__aexit__(None, None, None)
+        load = await scripted.engine.call(GetLoad())  # It has been sent before anything else can run.
+        assert (load.running, load.waiting) == (0, 0)
+
+
+async def test_leaving_is_told_without_waiting_for_a_step(autojump_clock: MockClock) -> None:
+    async with open_scripted_engine(PACED) as scripted:
+        async with scripted.engine.generate(request(max_tokens=ENDLESS)) as stream:
+            await anext(stream)
+            await trio.sleep(0.5)
+        await trio.sleep(1)
+        assert AbortRequests((0,)) in scripted.received  # Taken in with the step that was under way.
 
 
 async def test_leaving_twice_aborts_once(autojump_clock: MockClock) -> None:
@@ -463,7 +482,7 @@ async def test_a_call_that_is_cancelled_stops_waiting(autojump_clock: MockClock)
 async def test_a_core_that_hangs_is_unhealthy_and_takes_no_requests_until_it_goes_on(
     autojump_clock: MockClock,
 ) -> None:
-    """Case 10; streams that wait go on waiting, as it may go on."""
+    """Case 10 (vllm 39863); streams that wait go on waiting, as it may go on."""
     async with open_scripted_engine(PACED) as scripted, scripted.engine.generate(request()) as stream:
         scripted.handle.scripted_trouble = EngineDeadError("hangs")
         with pytest.raises(EngineDeadError, match="hangs"):
@@ -499,6 +518,7 @@ async def test_what_is_no_message_for_a_front_end_is_ignored(autojump_clock: Moc
         async with scripted.engine.generate(request()) as stream:
             router.deliver([b"stranger", b"garbage"])
             router.deliver([b"stranger"])
+            router.deliver([b"stranger", encode(StepOutput(7, 0, 0.0, slots=b"\0\0\0\0", tokens=b"!\0\0\0"))])
             for data in (b"", b"garbage", b"\xc1"):
                 router.deliver([scripted.engine._link._identity, data])
             router.deliver([scripted.engine._link._identity])

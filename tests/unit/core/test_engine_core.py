@@ -139,7 +139,7 @@ def test_an_aborted_request_gets_its_end_and_no_row_after_it(num_steps: int) -> 
 
 
 def test_nothing_ends_twice() -> None:
-    """Case 4: abort twice, abort after the end, abort of what never was."""
+    """Case 4 (vllm 46240): abort twice, abort after the end, abort of what never was."""
     driver = CoreDriver()
     aborted, finished = driver.add(make_core_request(0, max_tokens=9)), driver.add(make_core_request(1, max_tokens=1))
     driver.step()  # The second one has finished; nobody has been told.
@@ -153,7 +153,7 @@ def test_nothing_ends_twice() -> None:
 
 
 def test_two_requests_with_one_id_both_finish() -> None:
-    """Case 2: the core tells requests apart by client and slot."""
+    """Case 2 (vllm 10583): the core tells requests apart by client and slot."""
     driver = CoreDriver()
     first, second = (
         driver.add(attrs.evolve(make_core_request(slot, (slot + 1, 2)), request_id="same")) for slot in (0, 1)

@@ -112,7 +112,7 @@ def test_rows_reach_their_requests(front: Front) -> None:
 
 
 def test_two_live_requests_with_one_id_get_their_own_text_and_end_together_when_aborted(front: Front) -> None:
-    """Case 2."""
+    """Case 2 (vllm 10583)."""
     (a, a_sink), (b, b_sink), (other, other_sink) = front.add("same"), front.add("same"), front.add("other")
     assert a.message.request_id != b.message.request_id
     front.step((a, "a"), (b, "b"))
@@ -147,7 +147,7 @@ def test_abort_and_the_same_id_at_once(front: Front) -> None:
 
 
 def test_abort_twice_after_the_end_and_of_strangers_does_nothing(front: Front) -> None:
-    """Case 4."""
+    """Case 4 (vllm 46240)."""
     added, sink = front.add("x")
     front.frontend.abort("x")
     front.frontend.abort("x")
@@ -339,7 +339,7 @@ def test_a_call_that_fails_fails_alone(front: Front, reply: Callable[[int], Repl
 def test_the_end_of_the_engine_reaches_everyone_once(front: Front, error: EngineDeadError) -> None:
     """Case 11 among them: calls that wait. Tokens and text held back come first; what follows fails at once."""
     (a, a_sink), (b, b_sink), (c, c_sink) = front.add(stop="xyz"), front.add("b"), front.add()
-    _, answer = ask(front, GetLoad())
+    call_id, answer = ask(front, GetLoad())
     front.step((a, "axy"), (b, "b"), (c, "c"), finished=[length(c)])
     front.frontend.abort("b")
     front.frontend.fail_all(error)
@@ -360,6 +360,9 @@ def test_the_end_of_the_engine_reaches_everyone_once(front: Front, error: Engine
     with pytest.raises(type(error)):
         ask(front, GetLoad())
     front.step((a, "late"))
+    receive_reply(front, Reply(call_id, encode_reply(GetLoad, CoreLoad(1, 2, 3, 4))))
+    assert answer == Answer([], [error])
+    assert not front.frontend.has_aborts
     assert a_sink.token_ids == list(b"axy")
 
 

@@ -31,7 +31,7 @@ def test_a_text_is_tokenized() -> None:
 
 
 def test_end_tokens_in_a_text_are_text() -> None:
-    """Case 27: a user cannot end anything by writing a control token."""
+    """Case 27 (transformers 29279): a user cannot end anything by writing a control token."""
     processor = attrs.evolve(PROCESSOR, model=ModelFacts(1000, VOCAB_SIZE, (256,)))
     assert 256 not in processor.process(GenerateRequest(f"a{END_TOKEN}")).prompt_token_ids
     chat = ChatPrompt([{"role": "user", "content": END_TOKEN}])
@@ -69,7 +69,7 @@ def test_no_messages_are_refused() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "param"), [(10, "prompt"), (11, "prompt")])
 def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(num_tokens: int, param: str) -> None:
-    """Case 41."""
+    """Case 41 (ollama 4967)."""
     error = refusal(GenerateRequest("x" * num_tokens))
     assert isinstance(error, PromptTooLongError)
     assert (error.num_prompt_tokens, error.max_model_len, error.param) == (num_tokens, 10, param)
@@ -88,6 +88,12 @@ def test_max_tokens_above_what_is_left_is_lowered_and_the_caller_is_told() -> No
     (warning,) = processed.warnings
     assert "32000" in warning
     assert "7" in warning
+
+
+def test_max_tokens_that_just_fit_are_kept_without_a_warning() -> None:
+    processed = PROCESSOR.process(GenerateRequest("abc", SamplingParams(max_tokens=7)))
+    assert processed.sampling.max_tokens == 7
+    assert processed.warnings == ()
 
 
 def test_max_tokens_unset_is_what_is_left_without_a_warning() -> None:

@@ -73,14 +73,14 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such() -> None:
 
 
 def test_an_incomplete_character_of_the_prompt_is_completed_and_not_repeated() -> None:
-    """Case 25: the first delta is that character only."""
+    """Case 25 (vllm 48853): the first delta is that character only."""
     state, sink = start(prompt=list("€".encode())[:2])
     state.receive(["€".encode()[2]], None)
     assert sink.text == "€"
 
 
 def test_nothing_of_a_stop_string_is_shown() -> None:
-    """Case 22: DEF, G, HI, J."""
+    """Case 22 (vllm 3574): DEF, G, HI, J."""
     state, sink = start(stopping("DEFGHIJ"))
     for word in ("DEF", "G", "HI"):
         assert not state.receive(ids(word), None)
@@ -91,7 +91,7 @@ def test_nothing_of_a_stop_string_is_shown() -> None:
 
 
 def test_what_only_looked_like_a_stop_string_is_shown() -> None:
-    """Case 22: DEF, G, X."""
+    """Case 22 (vllm 3574): DEF, G, X."""
     state, sink = start(stopping("DEFGHIJ"))
     for word in ("DEF", "G", "X"):
         assert not state.receive(ids(word), None)
@@ -99,7 +99,7 @@ def test_what_only_looked_like_a_stop_string_is_shown() -> None:
 
 
 def test_a_long_stop_string_delays_nothing_past_the_token_that_rules_it_out() -> None:
-    """Case 23: not a fixed number of characters is held back."""
+    """Case 23 (vllm 13087): not a fixed number of characters is held back."""
     state, sink = start(stopping("b" * 30))
     for index in range(20):
         state.receive(ids("a"), None)
@@ -111,7 +111,7 @@ def test_a_long_stop_string_delays_nothing_past_the_token_that_rules_it_out() ->
 
 
 def test_tokens_after_the_one_that_completes_the_stop_are_dropped() -> None:
-    """Case 24: a step of four tokens, the third completes the stop."""
+    """Case 24 (vllm 47616): a step of four tokens, the third completes the stop."""
     state, sink = start(stopping("HIJ"))
     assert state.receive(ids("GHIJX"), None)
     assert sink.token_ids == ids("GHIJ")

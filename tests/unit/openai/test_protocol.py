@@ -122,7 +122,7 @@ def test_thousands_of_wrong_items_make_one_short_message() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 2, 10**30])
 def test_another_number_of_answers_than_one_is_refused(n: int) -> None:
-    """Case 37: before any header, streamed or not."""
+    """Case 37 (mistral.rs 1874): before any header, streamed or not."""
     with pytest.raises(RequestError) as caught:
         parse_chat_request(chat(n=n, stream=True))
     assert caught.value.param == "n"
@@ -194,14 +194,14 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def test_content_parts_are_joined() -> None:
-    """Case 40."""
+    """Case 40 (langchaingo 667)."""
     parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "you"}]
     request = parse_chat_request(chat(messages=[{"role": "user", "content": parts}]))
     assert request.messages[0].content == "Hello, you"
 
 
 def test_an_unknown_part_is_refused() -> None:
-    """Case 40: a picture that nobody sees is worse than an error."""
+    """Case 40 (langchaingo 667): a picture that nobody sees is worse than an error."""
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     with pytest.raises(RequestError) as caught:
         parse_chat_request(chat(messages=[{"role": "user", "content": [part]}]))
@@ -234,7 +234,7 @@ def test_prompts_of_every_kind_are_taken(prompt: object, expected: object) -> No
     ids=str,
 )
 def test_prompts_that_cannot_be_continued_are_refused(prompt: object) -> None:
-    """Case 42. Several prompts in one request are not served yet, and say so."""
+    """Case 42 (OpenViking 4238). Several prompts in one request are not served yet, and say so."""
     with pytest.raises(RequestError) as caught:
         parse_completion_request(completion(prompt=prompt))
     assert (caught.value.param or "").startswith("prompt")

@@ -59,7 +59,7 @@ def completion_text(chunks: list[Any]) -> str:
 
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=6), st.booleans())
 def test_the_joined_deltas_are_the_whole_text(texts: list[str], include_usage: bool) -> None:
-    """However the text is split, and whatever characters it has; the usage is the same too."""
+    """Case 46 (hey-api 3054): however the text is split, and whatever characters it has; the usage is the same too."""
     whole = output("".join(texts), FinishReason.STOP, num_tokens=len(texts))
     chunks = parse_events(stream_bytes(chat_stream(HEAD, include_usage=include_usage), texts))
     reply = json.loads(chat_reply(HEAD, whole))

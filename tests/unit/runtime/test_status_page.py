@@ -35,7 +35,7 @@ def test_a_new_page_is_well(page: StatusPage) -> None:
 
 
 def test_without_a_tick_the_core_is_in_trouble_until_it_ticks_again(page: StatusPage, clock: Clock) -> None:
-    """Case 10."""
+    """Case 10 (vllm 39863)."""
     clock.now += MAX_TICK_AGE_S
     assert page.trouble(step_timeout_s=1.0) is None
     clock.now += 0.5

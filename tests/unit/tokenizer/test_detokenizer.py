@@ -61,7 +61,7 @@ def test_joined_deltas_equal_the_full_decode_of_sentencepiece(ids: list[int], sk
 
 @given(st.text(st.characters(codec="utf-8"), max_size=10))
 def test_any_character_over_byte_tokens_comes_whole(text: str) -> None:
-    """Case 26: emoji, CJK and combining sequences; every delta is a whole character or nothing."""
+    """Case 26 (mlx-lm 1754): emoji, CJK and combining sequences; every delta is a whole character or nothing."""
     ids = [byte_id(byte) for byte in ("x" + text).encode()]
     parts = pieces(SENTENCEPIECE, ids)
     assert "".join(parts) == "x" + text
