@@ -248,8 +248,7 @@ class Frontend:
     def _forget(self, state: RequestState) -> None:
         """This side is done with the request; the core must be told."""
         self._unname(state)
-        if self.dead_error is None:
-            self._aborted_slots[state.slot] = None
+        self._aborted_slots[state.slot] = None
 
     def _unname(self, state: RequestState) -> None:
         slots = self._slots_by_external_id.get(state.external_id)
