@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from trioengine_kernels.native.tiles import TileKind, pack_float
 
 from trioengine.models.config import Architecture, ModelConfig
 from trioengine.models.decoder import Decoder, DecoderWeights, LayerWeights
-from trioengine.models.loader import LoadedModel
+from trioengine.models.loader import Floats, LoadedModel
+from trioengine.models.native_ops import NativeMatrix, NativeModel
 from trioengine.models.rope import inverse_frequencies
 from trioengine.models.torch_ops import TorchModel
+from trioengine.testing.native import native_library
 
 
 def tiny_model(*, vocab_size: int = 211, max_position_embeddings: int = 512, seed: int = 0) -> TorchModel:
@@ -77,6 +80,40 @@ def random_model(config: ModelConfig, seed: int = 0) -> TorchModel:
         inverse_frequencies=torch.from_numpy(inverse_frequencies(config)),
     )
     return LoadedModel(config, Decoder(config, weights))
+
+
+def native_copy(model: TorchModel) -> NativeModel:
+    """The same model for the native kernels, float32."""
+    library = native_library()
+
+    def matrix(values: Tensor) -> NativeMatrix:
+        return [pack_float(library, values.numpy(), TileKind.F32)]
+
+    def vector(values: Tensor | None) -> Floats | None:
+        return None if values is None else values.numpy()
+
+    weights = model.decoder.weights
+    layers = [
+        LayerWeights(
+            attention_norm=layer.attention_norm.numpy(),
+            qkv=matrix(layer.qkv),
+            qkv_bias=vector(layer.qkv_bias),
+            output=matrix(layer.output),
+            output_bias=vector(layer.output_bias),
+            mlp_norm=layer.mlp_norm.numpy(),
+            gate_up=matrix(layer.gate_up),
+            down=matrix(layer.down),
+        )
+        for layer in weights.layers
+    ]
+    copied = DecoderWeights(
+        embedding=matrix(weights.embedding),
+        layers=layers,
+        final_norm=weights.final_norm.numpy(),
+        head=matrix(weights.head),
+        inverse_frequencies=weights.inverse_frequencies.numpy(),
+    )
+    return LoadedModel(model.config, Decoder(model.config, copied))
 
 
 Encode: TypeAlias = Callable[[str, NDArray[np.float32]], tuple[NDArray[np.uint8], int]]

@@ -8,6 +8,7 @@ import logging
 
 import attrs
 from trioengine_kernels.native.library import Library, NativeUnavailableError, load_library
+from trioengine_kernels.native.program import KVCache
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.config import env
@@ -20,8 +21,6 @@ from trioengine.worker.executor import LocalExecutor
 
 logger = logging.getLogger(__name__)
 
-NATIVE_KV_VALUE_BYTES = 2
-"""float16."""
 TORCH_KV_VALUE_BYTES = 4
 """float32."""
 
@@ -35,11 +34,16 @@ class Computer:
 
     def shape(self, model: ModelConfig) -> ModelShape:
         """The sizes that `config.resolve` wants to know of a model."""
-        value_bytes = TORCH_KV_VALUE_BYTES if self.library is None else NATIVE_KV_VALUE_BYTES
+        if self.library is None:
+            kv_bytes_per_token = model.num_kv_values_per_token * TORCH_KV_VALUE_BYTES
+        else:
+            kv_bytes_per_token = KVCache.bytes_per_token(
+                num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
+            )
         return ModelShape(
             num_parameters=model.num_parameters,
             max_position_embeddings=model.max_position_embeddings,
-            kv_bytes_per_token=model.num_kv_values_per_token * value_bytes,
+            kv_bytes_per_token=kv_bytes_per_token,
             vocab_size=model.vocab_size,
         )
 

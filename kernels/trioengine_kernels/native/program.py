@@ -64,11 +64,16 @@ class KVCache:
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.padded_dim = -(-head_dim // KV_TOKENS) * KV_TOKENS
+        self.padded_dim = _padded(head_dim)
         self._unit_size = KV_TOKENS * (head_dim + self.padded_dim)
         num_units = num_blocks * block_size // KV_TOKENS
         # numpy asks the system for zeroed pages: blocks that are never used take no memory.
         self.data = np.zeros((num_layers, num_units, num_kv_heads, self._unit_size), np.uint16)
+
+    @staticmethod
+    def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+        """What a token takes in all layers."""
+        return num_layers * num_kv_heads * (head_dim + _padded(head_dim)) * 2
 
     @property
     def structure(self) -> c.Cache:
@@ -87,6 +92,10 @@ class KVCache:
         """A view of a layer's values: [num_blocks * block_size / 16, num_kv_heads, 16, head_dim]."""
         units = self.data[layer, ..., KV_TOKENS * self.head_dim :].view(np.float16)
         return units.reshape(*units.shape[:2], KV_TOKENS, self.padded_dim)[..., : self.head_dim]
+
+
+def _padded(head_dim: int) -> int:
+    return -(-head_dim // KV_TOKENS) * KV_TOKENS
 
 
 @attrs.frozen

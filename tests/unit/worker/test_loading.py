@@ -67,10 +67,10 @@ def test_torch_gets_its_threads(location: ModelLocation) -> None:
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize(("name", "value_bytes"), [("torch", 4), ("native", 2)])
-def test_the_shape_of_a_model_is_that_of_its_configuration(name: str, value_bytes: int) -> None:
+@pytest.mark.parametrize(("name", "kv_bytes"), [("torch", 2 * 2 * (8 + 8) * 4), ("native", 2 * 2 * (8 + 16) * 2)])
+def test_the_shape_of_a_model_is_that_of_its_configuration(name: str, kv_bytes: int) -> None:
     shape = (TORCH if name == "torch" else Computer(native_library())).shape(tiny_model().config)
-    assert shape.kv_bytes_per_token == 2 * 2 * 2 * 8 * value_bytes
+    assert shape.kv_bytes_per_token == kv_bytes
     assert shape.num_parameters == 2 * (48 * (48 + 2 * 16) + 48 * 48 + 3 * 48 * 80) + 2 * 211 * 48
     assert (shape.vocab_size, shape.max_position_embeddings) == (211, 512)
 

@@ -8,31 +8,63 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from trioengine_kernels.native.library import ThreadPool  # noqa: E402
+
 from trioengine.core.executor import NO_TOKEN, NewSequence, ScheduledSequence, StepPlan, StepResult  # noqa: E402
 from trioengine.models.decoder import Decoder  # noqa: E402
 from trioengine.models.loader import LoadedModel  # noqa: E402
-from trioengine.testing.tiny_model import tiny_model  # noqa: E402
+from trioengine.models.torch_ops import TorchModel  # noqa: E402
+from trioengine.testing.native import native_library  # noqa: E402
+from trioengine.testing.tiny_model import native_copy, tiny_model  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
-from trioengine.worker.kv_cache import allocate_kv_cache  # noqa: E402
-from trioengine.worker.loading import Computer  # noqa: E402
+from trioengine.worker.backend import Backend  # noqa: E402
 from trioengine.worker.model_runner import ModelRunner  # noqa: E402
+from trioengine.worker.native_backend import NativeBackend  # noqa: E402
 from trioengine.worker.torch_backend import TorchBackend  # noqa: E402
 
-BLOCK_SIZE = 4
+BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0)
 RANDOM = SamplingParams(temperature=1.0, seed=1)
+NUM_BLOCKS = 400
 MODEL = tiny_model()
 
 
-def make_runner(model: LoadedModel = MODEL, num_blocks: int = 400) -> ModelRunner:
-    backend = TorchBackend(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    return ModelRunner(backend, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+def torch_backend(model: TorchModel) -> Backend:
+    return TorchBackend(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+
+
+def native_backend(model: TorchModel) -> Backend:
+    """The same weights, unquantized."""
+    library = native_library()
+    pool = ThreadPool(library, 2)
+    return NativeBackend(
+        native_copy(model),
+        library,
+        pool,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_tokens=512,
+        max_sequences=32,
+    )
+
+
+make_backend = torch_backend
+
+
+@pytest.fixture(params=[torch_backend, native_backend], autouse=True)
+def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this module runs with each backend."""
+    monkeypatch.setitem(globals(), "make_backend", request.param)
+
+
+def make_runner(model: TorchModel = MODEL) -> ModelRunner:
+    return ModelRunner(make_backend(model), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 
 class Session:
     """Schedules all sequences whole in every step, each in its own blocks."""
 
-    def __init__(self, model: LoadedModel = MODEL) -> None:
+    def __init__(self, model: TorchModel = MODEL) -> None:
         self.runner = make_runner(model)
         self.step = 0
         self.computed: dict[int, int] = {}
@@ -137,26 +169,26 @@ def test_logits_that_are_no_numbers_fail_their_sequence_and_leave_nothing_behind
     for sampling in (GREEDY, RANDOM, SamplingParams(top_k=5), SamplingParams(top_p=0.5, min_p=0.1)):
         runner = make_runner(broken)
         new = [
-            NewSequence(0, [7] * 9, 9, sampling, seed=0),
-            NewSequence(1, prompt_of(9), 9, GREEDY, seed=0),
+            NewSequence(0, [7] * 40, 40, sampling, seed=0),
+            NewSequence(1, prompt_of(40), 40, GREEDY, seed=0),
         ]
         result = runner.run(
-            StepPlan(0, [ScheduledSequence(0, 0, 9, [0, 1, 2]), ScheduledSequence(1, 0, 9, [3, 4, 5])], new)
+            StepPlan(0, [ScheduledSequence(0, 0, 40, [0, 1, 2]), ScheduledSequence(1, 0, 40, [3, 4, 5])], new)
         )
         assert [failure.sequence_id for failure in result.failures] == [0]
-        expected = generate(prompt_of(9), 2)
+        expected = generate(prompt_of(40), 2)
         assert result.tokens == [NO_TOKEN, expected[0]]
         second = prompt_of(2, start=5)
         result = runner.run(
             StepPlan(
                 1,
-                [ScheduledSequence(1, 9, 1), ScheduledSequence(2, 0, 2, [2])],
+                [ScheduledSequence(1, 40, 1), ScheduledSequence(2, 0, 2, [2])],
                 [NewSequence(2, second, 2, GREEDY, seed=0)],
                 removed=[0],
             )
         )
         assert result.tokens[0] == expected[1]
-        result = runner.run(StepPlan(2, [ScheduledSequence(1, 10, 1), ScheduledSequence(2, 2, 1)]))
+        result = runner.run(StepPlan(2, [ScheduledSequence(1, 41, 1), ScheduledSequence(2, 2, 1)]))
         assert not result.failures
         assert result.tokens[1] == generate(second, 2)[1]
 
@@ -204,9 +236,3 @@ def test_top_k_minus_one_and_zero_are_off() -> None:
 def test_seeds_of_64_bits_differ() -> None:
     draws = {tuple(generate(prompt_of(5), 8, RANDOM, seed=seed)) for seed in (0, 1, 2**32, 2**63, 2**64 - 1)}
     assert len(draws) == 5
-
-
-def test_the_size_per_token_is_what_the_cache_takes() -> None:
-    cache = allocate_kv_cache(MODEL.config, num_blocks=6, block_size=BLOCK_SIZE)
-    num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
-    assert num_bytes == 6 * BLOCK_SIZE * Computer(None).shape(MODEL.config).kv_bytes_per_token
