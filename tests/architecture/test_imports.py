@@ -1,9 +1,11 @@
 """What a process loads when it imports a package. The import contracts (`lint-imports`) see what the source says; these
 tests see what happens."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,21 @@ def test_packages_without_io_load_no_io(package: str) -> None:
         "    importlib.import_module(module.name)"
     )
     assert modules_after(statement).isdisjoint({"torch", "trio", "zmq", "quart", "quart_trio", "hypercorn"})
+
+
+@pytest.mark.parametrize("package", ["core", "frontend", "openai", "types", "config", "tokenizer"])
+def test_unit_tests_of_these_packages_need_no_torch(package: str) -> None:
+    """Neither themselves nor in what they import."""
+    imports: set[str] = set()
+    for path in (Path(__file__).parents[1] / "unit" / package).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imports.add(node.module or "")
+            elif isinstance(node, ast.Import):
+                imports |= {alias.name for alias in node.names}
+    assert imports.isdisjoint({"torch", "transformers"})
+    ours = ", ".join(sorted(name for name in imports if name.startswith("trioengine")))
+    assert modules_after(f"import {ours}").isdisjoint({"torch", "transformers"})
 
 
 def test_the_command_line_answers_without_loading_an_engine() -> None:

@@ -4,7 +4,6 @@ It waits for the descriptor, so no thread is left behind in a read that nobody c
 """
 
 import os
-import stat
 
 import trio
 
@@ -16,18 +15,14 @@ class LineReader:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        # A regular file is always readable, and epoll refuses it.
-        self._must_wait = not stat.S_ISREG(os.fstat(fd).st_mode)
+        self._may_wait = True
         self._waiting = b""
         self._has_ended = False
 
     async def read_line(self) -> str | None:
         """The next line without its end, or None at the end of input. Cancelling loses nothing."""
         while b"\n" not in self._waiting and not self._has_ended:
-            if self._must_wait:
-                await trio.lowlevel.wait_readable(self._fd)
-            else:
-                await trio.lowlevel.checkpoint()
+            await self._wait()
             part = os.read(self._fd, MAX_READ_BYTES)
             self._has_ended = not part
             self._waiting += part
@@ -35,3 +30,13 @@ class LineReader:
             return None
         line, _, self._waiting = self._waiting.partition(b"\n")
         return line.decode(errors="replace").rstrip("\r")
+
+    async def _wait(self) -> None:
+        if self._may_wait:
+            try:
+                await trio.lowlevel.wait_readable(self._fd)
+                return
+            except PermissionError:
+                # What is always readable, as a regular file and /dev/null are, epoll refuses.
+                self._may_wait = False
+        await trio.lowlevel.checkpoint()

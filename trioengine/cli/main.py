@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(words[1:])
         return command.run(arguments)
     except BaseException as error:  # The border to the shell: what we know becomes a line, the rest goes on.
-        return _exit_status(single(error))
+        status = _exit_status(single(error))
+        if status is None:
+            raise
+        return status
 
 
 def single(error: BaseException) -> BaseException:
@@ -81,8 +84,8 @@ def single(error: BaseException) -> BaseException:
     return cast(BaseException, error)
 
 
-def _exit_status(error: BaseException) -> int:
-    """What the shell gets for an error; raises those that are nobody's fault but ours."""
+def _exit_status(error: BaseException) -> int | None:
+    """What the shell gets for an error; None for those that are nobody's fault but ours."""
     match error:
         case TrioEngineError():
             print(f"trioengine: {error}", file=sys.stderr)
@@ -100,7 +103,7 @@ def _exit_status(error: BaseException) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_FAILURE
         case _:
-            raise error
+            return None
 
 
 def _parser() -> argparse.ArgumentParser:
