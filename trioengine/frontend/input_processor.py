@@ -69,7 +69,7 @@ class InputProcessor:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             seed=seed,
-            eos_token_ids=() if sampling.ignore_eos else self.model.eos_token_ids,
+            eos_token_ids=() if sampling.ignore_eos else self._end_token_ids(),
             tokenizer=self.tokenizer,
             warnings=warnings,
         )
@@ -84,6 +84,14 @@ class InputProcessor:
             case ChatPrompt(messages):
                 lengths = (len(content) for message in messages if isinstance(content := message.get("content"), str))
                 return sum(lengths) > LONG_PROMPT_CHARS
+
+    def _end_token_ids(self) -> tuple[int, ...]:
+        """Of the model's configuration and of the tokenizer, which may know more (`<|endoftext|>` beside `<|im_end|>`).
+
+        Ids that the model has no row for are left out.
+        """
+        known = dict.fromkeys((*self.model.eos_token_ids, *self.tokenizer.eos_token_ids))
+        return tuple(token_id for token_id in known if token_id < self.model.vocab_size)
 
     def _prompt_token_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         match request.prompt:

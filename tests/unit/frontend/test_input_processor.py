@@ -151,6 +151,20 @@ def test_ignore_eos_gives_the_core_no_end_tokens() -> None:
     assert PROCESSOR.process(GenerateRequest("a", SamplingParams(ignore_eos=True))).eos_token_ids == ()
 
 
+def test_end_tokens_are_those_of_the_model_and_of_its_tokenizer() -> None:
+    """Each once, and none that the model has no row for."""
+    tokenizer = FakeTokenizer()
+    assert tokenizer.eos_token_ids == (256,)
+
+    def end_token_ids(*, vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        processor = InputProcessor(tokenizer, ModelFacts(10, vocab_size, eos_token_ids))
+        return processor.process(GenerateRequest("a")).eos_token_ids
+
+    assert end_token_ids(vocab_size=VOCAB_SIZE, eos_token_ids=(7, 256)) == (7, 256)
+    assert end_token_ids(vocab_size=VOCAB_SIZE, eos_token_ids=(7,)) == (7, 256)
+    assert end_token_ids(vocab_size=200, eos_token_ids=(7,)) == (7,)
+
+
 @pytest.mark.parametrize(("seed", "sent"), [(0, 0), (7, 7), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
 def test_a_seed_is_kept_as_64_unsigned_bits(seed: int, sent: int) -> None:
     assert PROCESSOR.process(GenerateRequest("a", SamplingParams(seed=seed))).seed == sent
