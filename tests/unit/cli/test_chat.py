@@ -109,5 +109,8 @@ async def test_a_regular_file_is_read_too(tmp_path: Path) -> None:
 
 async def test_the_null_device_is_an_input_that_has_ended() -> None:
     """`trioengine chat < /dev/null`: epoll refuses it, as it does regular files."""
-    with open(os.devnull, "rb") as null:
-        assert await LineReader(null.fileno()).read_line() is None
+    fd = os.open(os.devnull, os.O_RDONLY)
+    try:
+        assert await LineReader(fd).read_line() is None
+    finally:
+        os.close(fd)
