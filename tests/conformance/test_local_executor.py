@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 from trioengine_kernels.native.library import ThreadPool
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.models.loader import open_checkpoint
 from trioengine.models.native_ops import NativeModel, load_native_model
 from trioengine.testing.executor_conformance import CHECKS, Check, Subject
 from trioengine.testing.native import native_library
@@ -26,7 +27,9 @@ def native_model(tmp_path_factory: pytest.TempPathFactory) -> NativeModel:
     path: Path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     write_gguf(path, MODEL)
     library = native_library()
-    return load_native_model(ModelLocation(ModelKind.GGUF, path, "tiny"), library, ThreadPool(library, 1))
+    return load_native_model(
+        open_checkpoint(ModelLocation(ModelKind.GGUF, path, "tiny")), library, ThreadPool(library, 1)
+    )
 
 
 @pytest.mark.parametrize("block_size", [4, 16])

@@ -8,6 +8,7 @@ from trioengine.checkpoint.locate import resolve_model  # noqa: E402
 from trioengine.config import env  # noqa: E402
 from trioengine.config.resolve import ResolvedConfig  # noqa: E402
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
+from trioengine.models.loader import open_checkpoint  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.tokenizer.chat_template import render_chat  # noqa: E402
 from trioengine.tokenizer.tokenizer import load_tokenizer  # noqa: E402
@@ -22,7 +23,7 @@ def test_the_capital_of_japan_is_tokyo(name: str) -> None:
     tokenizer = load_tokenizer(location)
     prompt = render_chat(tokenizer, [{"role": "user", "content": "What is the capital of Japan?"}]).token_ids
     executor = load_executor(
-        location,
+        open_checkpoint(location),
         ResolvedConfig(
             max_model_len=128,
             max_num_batched_tokens=128,

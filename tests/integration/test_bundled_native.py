@@ -12,6 +12,7 @@ from trioengine.checkpoint.locate import resolve_model  # noqa: E402
 from trioengine.client.llm import LLM  # noqa: E402
 from trioengine.config import env  # noqa: E402
 from trioengine.core.scheduler import Scheduler  # noqa: E402
+from trioengine.models.loader import open_checkpoint  # noqa: E402
 from trioengine.models.native_ops import load_native_model  # noqa: E402
 from trioengine.models.torch_ops import load_torch_model  # noqa: E402
 from trioengine.testing.logits import native_logits, torch_logits  # noqa: E402
@@ -36,11 +37,12 @@ NUM_TOKENS = 256
 def test_logits_are_close_to_those_of_float32() -> None:
     """Of the same weights: the loss is that of 8-bit activations and half precision keys and values."""
     location, library = resolve_model(None, cache_dir=env.cache_dir()), native_library()
+    checkpoint = open_checkpoint(location)
     token_ids = list(load_tokenizer(location).encode(TEXT))[:NUM_TOKENS]
     assert len(token_ids) == NUM_TOKENS
-    native = load_native_model(location, library, ThreadPool(library, 2))
+    native = load_native_model(checkpoint, library, ThreadPool(library, 2))
     logits = torch.from_numpy(native_logits(native, token_ids, [100, 1, 155]))
-    expected = torch.from_numpy(torch_logits(load_torch_model(location), token_ids))
+    expected = torch.from_numpy(torch_logits(load_torch_model(checkpoint), token_ids))
     found, wanted = logits.double().log_softmax(-1), expected.double().log_softmax(-1)
     divergence = (wanted.exp() * (wanted - found)).sum(-1).mean().item()
     agreement = (found.argmax(-1) == wanted.argmax(-1)).double().mean().item()

@@ -74,22 +74,41 @@ class LoadedModel(Generic[MatrixT, VectorT]):
     decoder: Decoder[MatrixT, VectorT]
 
 
-def load_model(
-    location: ModelLocation, maker: WeightMaker[MatrixT, VectorT], report: ReportFraction | None = None
-) -> LoadedModel[MatrixT, VectorT]:
-    """Read a model whole, tensor by tensor.
+@attrs.frozen(eq=False)
+class Checkpoint:
+    """The files of a model, open: its facts are read, its weights are not."""
+
+    location: ModelLocation
+    config: ModelConfig
+    source: "_Source"
+
+
+def open_checkpoint(location: ModelLocation) -> Checkpoint:
+    """Read a model's facts, and find its tensors.
 
     Raises:
-        CheckpointError: the files are damaged, a tensor is missing, has another shape than the configuration says or
-            is not known, or the model is not one that this engine runs.
+        CheckpointError: the files are damaged, or the model is not one that this engine runs.
+    """
+    match location.kind:
+        case ModelKind.GGUF:
+            file = open_gguf(location.path)
+            return Checkpoint(location, config_from_gguf(file), _gguf_source(file))
+        case ModelKind.FOLDER:
+            return Checkpoint(location, config_from_folder(location.path), _folder_source(location.path))
+
+
+def load_model(
+    checkpoint: Checkpoint, maker: WeightMaker[MatrixT, VectorT], report: ReportFraction | None = None
+) -> LoadedModel[MatrixT, VectorT]:
+    """Read a model's weights, tensor by tensor.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape than the configuration says, or is not known.
         MemoryError: the weights do not fit.
     """
-    if location.kind is ModelKind.GGUF:
-        file = open_gguf(location.path)
-        config, source = config_from_gguf(file), _gguf_source(file)
-    else:
-        config, source = config_from_folder(location.path), _folder_source(location.path)
-    return LoadedModel(config, Decoder(config, _load(config, source, maker, report or (lambda fraction: None))))
+    config = checkpoint.config
+    weights = _load(config, checkpoint.source, maker, report or (lambda fraction: None))
+    return LoadedModel(config, Decoder(config, weights))
 
 
 @attrs.frozen

@@ -14,10 +14,9 @@ from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.program import Buffer, Program, ProgramBuilder
 from trioengine_kernels.native.tiles import GGML_TYPE_NAMES, TileKind, WeightTiles, pack_float_pieces, pack_ggml
 
-from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config.engine import Quantization
 from trioengine.models.decoder import AttentionShape
-from trioengine.models.loader import Floats, LoadedModel, ReportFraction, StoredMatrix, load_model
+from trioengine.models.loader import Checkpoint, Floats, LoadedModel, ReportFraction, StoredMatrix, load_model
 
 NativeMatrix: TypeAlias = Sequence[WeightTiles]
 """One matrix or several, one below the other: parts of one type are one."""
@@ -35,7 +34,7 @@ _STRIP_ROWS = 16
 
 
 def load_native_model(
-    location: ModelLocation,
+    checkpoint: Checkpoint,
     library: Library,
     pool: ThreadPool,
     quantization: Quantization | None = None,
@@ -44,13 +43,13 @@ def load_native_model(
     """As `loader.load_model`, packed into tiles.
 
     Args:
-        location: where the model is.
+        checkpoint: the model.
         library: the kernels.
         pool: threads that pack.
         quantization: what matrices of floats become; None keeps them.
         report: called with the share of the weights that is loaded.
     """
-    return load_model(location, NativeWeights(library, pool, quantization), report)
+    return load_model(checkpoint, NativeWeights(library, pool, quantization), report)
 
 
 class NativeWeights:

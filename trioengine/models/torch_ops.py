@@ -15,9 +15,8 @@ from trioengine_kernels.rope import rope
 from trioengine_kernels.silu_and_mul import silu_and_mul
 from trioengine_kernels.write_kv import write_kv
 
-from trioengine.checkpoint.locate import ModelLocation
 from trioengine.models.decoder import AttentionShape
-from trioengine.models.loader import Floats, LoadedModel, ReportFraction, StoredMatrix, load_model
+from trioengine.models.loader import Checkpoint, Floats, LoadedModel, ReportFraction, StoredMatrix, load_model
 
 
 class TorchWeights:
@@ -117,6 +116,6 @@ TorchModel: TypeAlias = LoadedModel[Tensor, Tensor]
 """A model that `TorchOps` can compute."""
 
 
-def load_torch_model(location: ModelLocation, report: ReportFraction | None = None) -> TorchModel:
+def load_torch_model(checkpoint: Checkpoint, report: ReportFraction | None = None) -> TorchModel:
     """As `loader.load_model`, float32 tensors."""
-    return load_model(location, TorchWeights(), report)
+    return load_model(checkpoint, TorchWeights(), report)

@@ -5,14 +5,14 @@ The one module outside `worker` that imports it, and with it what computes: only
 
 import logging
 
-from trioengine.checkpoint.gguf import open_gguf
-from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
 from trioengine.config.resolve import ResolvedConfig, resolve
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
-from trioengine.models.config import ModelConfig, config_from_folder, config_from_gguf
+from trioengine.models.config import ModelConfig
+from trioengine.models.loader import open_checkpoint
 from trioengine.runtime.core_process import BuiltCore, ReportProgress
 from trioengine.runtime.launch import CoreLaunch
 from trioengine.types.messages import ModelFacts, Ready
@@ -38,13 +38,14 @@ def build_engine_core(
     progress("preparing the kernels", 0.0)
     from trioengine.worker.loading import choose_computer, load_executor
 
-    model = read_model_config(location)
+    checkpoint = open_checkpoint(location)
+    model = checkpoint.config
     computer = choose_computer(config, location)
     resolved = resolve(config, computer.shape(model), computer.hardware_facts())
     for reason in resolved.reasons.items():
         logger.debug("%s = %s", *reason)
     executor = load_executor(
-        location,
+        checkpoint,
         resolved,
         computer,
         quantization=config.quantization,
@@ -54,15 +55,6 @@ def build_engine_core(
     facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids)
     ready = Ready(facts, resolved.num_kv_blocks, resolved.block_size, dict(resolved.reasons))
     return BuiltCore(core, ready, close=executor.close)
-
-
-def read_model_config(location: ModelLocation) -> ModelConfig:
-    """The architecture of the model at this place."""
-    match location.kind:
-        case ModelKind.GGUF:
-            return config_from_gguf(open_gguf(location.path))
-        case ModelKind.FOLDER:
-            return config_from_folder(location.path)
 
 
 def _core_config(resolved: ResolvedConfig, model: ModelConfig) -> CoreConfig:

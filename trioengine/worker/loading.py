@@ -16,7 +16,7 @@ from trioengine.config.engine import EngineConfig, Quantization
 from trioengine.config.resolve import HardwareFacts, ModelShape, ResolvedConfig
 from trioengine.errors import ConfigError, EngineStartError
 from trioengine.models.config import ModelConfig
-from trioengine.models.loader import ReportFraction
+from trioengine.models.loader import Checkpoint, ReportFraction
 from trioengine.worker.executor import LocalExecutor
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def choose_computer(config: EngineConfig, location: ModelLocation) -> Computer:
 
 
 def load_executor(
-    location: ModelLocation,
+    checkpoint: Checkpoint,
     config: ResolvedConfig,
     computer: Computer,
     *,
@@ -103,7 +103,7 @@ def load_executor(
     Where torch computes, this sets the number of its threads, which the whole process shares.
 
     Args:
-        location: where the model is.
+        checkpoint: the model.
         config: all but `max_model_len` are used.
         computer: what computes.
         quantization: of the weights, as `EngineConfig.quantization`.
@@ -117,11 +117,13 @@ def load_executor(
         if computer.library is None:
             from trioengine.worker.torch_backend import load_torch_backend
 
-            backend = load_torch_backend(location, config, report)
+            backend = load_torch_backend(checkpoint, config, report)
         else:
             from trioengine.worker.native_backend import load_native_backend
 
-            backend = load_native_backend(location, config, computer.library, quantization, report)
+            backend = load_native_backend(checkpoint, config, computer.library, quantization, report)
     except MemoryError as error:
-        raise EngineStartError(f"There is not enough memory for {location.path} and its KV cache.") from error
+        raise EngineStartError(
+            f"There is not enough memory for {checkpoint.location.path} and its KV cache."
+        ) from error
     return LocalExecutor(backend, num_blocks=config.num_kv_blocks, block_size=config.block_size)

@@ -7,10 +7,9 @@ from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.program import KVCache, StepArrays
 from trioengine_kernels.native.sampler import NativeSampler, SampledStatus
 
-from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config.engine import Quantization
 from trioengine.config.resolve import ResolvedConfig
-from trioengine.models.loader import ReportFraction
+from trioengine.models.loader import Checkpoint, ReportFraction
 from trioengine.models.native_ops import NativeModel, load_native_model, record
 from trioengine.worker.backend import StepBatch
 from trioengine.worker.native_sampling import sampling_arrays
@@ -18,7 +17,7 @@ from trioengine.worker.sequences import SequenceState
 
 
 def load_native_backend(
-    location: ModelLocation,
+    checkpoint: Checkpoint,
     config: ResolvedConfig,
     library: Library,
     quantization: Quantization | None = None,
@@ -31,7 +30,7 @@ def load_native_backend(
         MemoryError: weights or cache do not fit.
     """
     pool = ThreadPool(library, config.cpu_threads)
-    model = load_native_model(location, library, pool, quantization, report)
+    model = load_native_model(checkpoint, library, pool, quantization, report)
     return NativeBackend(
         model,
         library,

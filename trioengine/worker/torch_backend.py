@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import torch
 from trioengine_kernels.paged_attention import plan_attention
 
-from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config.resolve import ResolvedConfig
-from trioengine.models.loader import ReportFraction
+from trioengine.models.loader import Checkpoint, ReportFraction
 from trioengine.models.torch_ops import DecoderInput, TorchModel, TorchOps, load_torch_model
 from trioengine.worker.backend import StepBatch
 from trioengine.worker.kv_cache import allocate_kv_cache
@@ -17,7 +16,7 @@ from trioengine.worker.sequences import SequenceState
 
 
 def load_torch_backend(
-    location: ModelLocation, config: ResolvedConfig, report: ReportFraction | None = None
+    checkpoint: Checkpoint, config: ResolvedConfig, report: ReportFraction | None = None
 ) -> "TorchBackend":
     """Read a model and make its cache. Sets the number of torch's threads, which the whole process shares.
 
@@ -26,7 +25,7 @@ def load_torch_backend(
         MemoryError: weights or cache do not fit.
     """
     torch.set_num_threads(config.cpu_threads)
-    model = load_torch_model(location, report)
+    model = load_torch_model(checkpoint, report)
     return TorchBackend(model, num_blocks=config.num_kv_blocks, block_size=config.block_size)
 
 

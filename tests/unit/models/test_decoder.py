@@ -10,7 +10,7 @@ from trioengine_kernels.paged_attention import plan_attention  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.models.decoder import Decoder  # noqa: E402
-from trioengine.models.loader import LoadedModel  # noqa: E402
+from trioengine.models.loader import LoadedModel, open_checkpoint  # noqa: E402
 from trioengine.models.rope import inverse_frequencies  # noqa: E402
 from trioengine.models.torch_ops import (  # noqa: E402
     DecoderInput,
@@ -71,7 +71,7 @@ def models(request, tmp_path_factory):
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
     folder = tmp_path_factory.mktemp("model")
     theirs.save_pretrained(folder)
-    return theirs, load_torch_model(ModelLocation(ModelKind.FOLDER, folder, "tiny"))
+    return theirs, load_torch_model(open_checkpoint(ModelLocation(ModelKind.FOLDER, folder, "tiny")))
 
 
 class Driver:

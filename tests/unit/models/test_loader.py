@@ -18,10 +18,14 @@ from trioengine.errors import CheckpointError  # noqa: E402
 from trioengine.models import loader  # noqa: E402
 from trioengine.models.config import Architecture, Llama3RopeScaling  # noqa: E402
 from trioengine.models.decoder import Decoder, DecoderWeights  # noqa: E402
-from trioengine.models.loader import LoadedModel  # noqa: E402
+from trioengine.models.loader import LoadedModel, ReportFraction, open_checkpoint  # noqa: E402
 from trioengine.models.rope import inverse_frequencies  # noqa: E402
-from trioengine.models.torch_ops import load_torch_model as load_model  # noqa: E402
+from trioengine.models.torch_ops import TorchModel, load_torch_model  # noqa: E402
 from trioengine.testing.tiny_model import tiny_model, write_gguf  # noqa: E402
+
+
+def load_model(location: ModelLocation, report: ReportFraction | None = None) -> TorchModel:
+    return load_torch_model(open_checkpoint(location), report)
 
 
 def assert_same_weights(found: DecoderWeights, expected: DecoderWeights) -> None:

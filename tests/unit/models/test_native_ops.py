@@ -16,7 +16,7 @@ from trioengine.checkpoint.gguf import GGMLType  # noqa: E402
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import Quantization  # noqa: E402
 from trioengine.models.config import Architecture, ModelConfig  # noqa: E402
-from trioengine.models.loader import StoredMatrix  # noqa: E402
+from trioengine.models.loader import StoredMatrix, open_checkpoint  # noqa: E402
 from trioengine.models.native_ops import NativeModel, NativeWeights, load_native_model  # noqa: E402
 from trioengine.models.torch_ops import (  # noqa: E402
     TorchModel,
@@ -68,10 +68,10 @@ def load_both(
     folder: Path, encode: Encode | None, config: ModelConfig, quantization: Quantization | None = None
 ) -> tuple[NativeModel, TorchModel]:
     write_gguf(folder / "tiny.gguf", random_model(config), encode)
-    location = ModelLocation(ModelKind.GGUF, folder / "tiny.gguf", "tiny")
+    checkpoint = open_checkpoint(ModelLocation(ModelKind.GGUF, folder / "tiny.gguf", "tiny"))
     library = native_library()
-    native = load_native_model(location, library, ThreadPool(library, 2), quantization)
-    return native, load_torch_model(location)
+    native = load_native_model(checkpoint, library, ThreadPool(library, 2), quantization)
+    return native, load_torch_model(checkpoint)
 
 
 def difference(native: NativeModel, reference: TorchModel, ops: type[TorchOps]) -> float:

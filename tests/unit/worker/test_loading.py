@@ -19,6 +19,7 @@ from trioengine.config.engine import EngineConfig, Quantization  # noqa: E402
 from trioengine.config.resolve import ResolvedConfig  # noqa: E402
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
 from trioengine.errors import CheckpointError, ConfigError, EngineStartError  # noqa: E402
+from trioengine.models.loader import open_checkpoint  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import tiny_model, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
@@ -51,7 +52,7 @@ def location(tmp_path: Path) -> ModelLocation:
 
 def test_an_executor_loads_and_computes(location: ModelLocation, computer: Computer) -> None:
     fractions: list[float] = []
-    executor = load_executor(location, CONFIG, computer, report=fractions.append)
+    executor = load_executor(open_checkpoint(location), CONFIG, computer, report=fractions.append)
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
     assert executor.num_blocks == 8
@@ -63,7 +64,7 @@ def test_an_executor_loads_and_computes(location: ModelLocation, computer: Compu
 
 
 def test_torch_gets_its_threads(location: ModelLocation) -> None:
-    load_executor(location, CONFIG, TORCH)
+    load_executor(open_checkpoint(location), CONFIG, TORCH)
     assert torch.get_num_threads() == 1
 
 
@@ -78,7 +79,7 @@ def test_the_shape_of_a_model_is_that_of_its_configuration(name: str, kv_bytes: 
 def test_a_damaged_file_is_a_checkpoint_error(location: ModelLocation, computer: Computer) -> None:
     location.path.write_bytes(location.path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
-        load_executor(location, CONFIG, computer)
+        load_executor(open_checkpoint(location), CONFIG, computer)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_too_little_memory_is_a_start_error(
 
     monkeypatch.setattr(place, no_memory)
     with pytest.raises(EngineStartError, match="not enough memory"):
-        load_executor(location, CONFIG, computer)
+        load_executor(open_checkpoint(location), CONFIG, computer)
 
 
 def test_the_native_kernels_compute_where_they_can(
