@@ -19,6 +19,12 @@ TESTS = parsed("tests")
 THREAD_HOMES = {
     "trioengine/runtime/core_process.py": "the thread beside a core's blocking loop, which ends it with its parent",
 }
+SIGNAL_HOMES = {
+    "trioengine/cli/process.py": "commands own their process",
+    "trioengine/cli/chat.py": "Ctrl-C stops an answer",
+    "trioengine/runtime/core_process.py": "a core leaves Ctrl-C to its parent",
+    "trioengine/testing/scripted_core.py": "a core that hears no signal but the last",
+}
 ENVIRONMENT_HOMES = {
     "trioengine/config/env.py": "the one module that reads the environment",
     "trioengine/checkpoint/locate.py": "hands it on to pip",
@@ -76,6 +82,16 @@ def test_concurrency_is_trios() -> None:
     forbidden = {"asyncio", "anyio", "multiprocessing", "concurrent"}
     assert [path for path, tree in SOURCES.items() if imported(tree) & forbidden] == []
     assert {path for path, tree in SOURCES.items() if "threading" in imported(tree)} <= set(THREAD_HOMES)
+
+
+def test_only_commands_and_cores_take_signals() -> None:
+    """An engine or a server that is embedded installs no handler: signals are the application's."""
+
+    def takes(tree: ast.AST) -> bool:
+        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        return not calls.isdisjoint({"signal.signal", "trio.open_signal_receiver"})
+
+    assert {path for path, tree in SOURCES.items() if takes(tree)} == set(SIGNAL_HOMES)
 
 
 def test_one_module_reads_the_environment() -> None:

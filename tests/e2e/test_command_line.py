@@ -65,8 +65,11 @@ def test_bench_serve_loads_our_own_server(server: ServedProcess) -> None:
 
 def test_generate_answers_and_continues() -> None:
     pytest.importorskip("torch")
-    answer = run("generate", "What is the capital of Japan?", "--temperature", "0", "--max-tokens", "20")
-    assert "Tokyo" in answer
+    options = ["--temperature", "0", "--max-tokens", "20"]
+    assert "Tokyo" in run("generate", "-", *options, text="What is the capital of Japan?\n")
+    continued = run("generate", "--no-chat", "The capital of Japan is", *options)
+    assert continued.strip()
+    assert "assistant" not in continued
 
 
 @pytest.mark.slow
