@@ -3,6 +3,7 @@
 - Pipelined bytes never make `handle` wait: Hypercorn's own waits inside it until the response has ended, so nobody
   reads the socket and a disconnect goes unseen. Here `handle` returns, and `resume` goes on once the response is done.
 - HTTP/2 in clear text is refused: an `Upgrade: h2c` is ignored (RFC 9110, 7.8), prior knowledge gets a 505.
+- A head that is too large is refused with 431 however it arrives: h11 counts only what it holds of an unfinished one.
 - While the server drains, responses say `connection: close`.
 - A refused WebSocket upgrade ends the connection.
 """
@@ -18,6 +19,7 @@ from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
 from wsproto.events import CloseConnection
 from wsproto.frame_protocol import CloseReason
 
+_REQUEST_HEADER_FIELDS_TOO_LARGE = 431
 _HTTP_VERSION_NOT_SUPPORTED = 505
 
 
@@ -25,8 +27,11 @@ class _PausedError(Exception):
     """h11 holds bytes of the next request, which must wait until the response to this one has ended."""
 
 
-class _VersionRefusedError(Exception):
-    """The client speaks a version of HTTP that is not spoken here."""
+class _RefusedError(Exception):
+    """The request is answered with an error status here, and the connection ends."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
 
 
 class _PauseByRaising:
@@ -61,8 +66,8 @@ class Http1Protocol(H11Protocol):
             await super().handle(event)
         except _PausedError:
             self.num_paused_bytes += len(event.data) if isinstance(event, RawData) else 0
-        except _VersionRefusedError:
-            await self._refuse_version()
+        except _RefusedError as refused:
+            await self._refuse(refused.status)
 
     async def resume(self) -> None:
         """Go on with the bytes that came during the last response."""
@@ -71,8 +76,8 @@ class Http1Protocol(H11Protocol):
             await self._handle_events()
         except _PausedError:
             pass
-        except _VersionRefusedError:
-            await self._refuse_version()
+        except _RefusedError as refused:
+            await self._refuse(refused.status)
 
     @property
     def has_unparsed_bytes(self) -> bool:
@@ -104,10 +109,14 @@ class Http1Protocol(H11Protocol):
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.http_version > b"1.1":
-            raise _VersionRefusedError
+            raise _RefusedError(_HTTP_VERSION_NOT_SUPPORTED)
+        # Each field with its colon, space and line end.
+        num_bytes = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
+        if num_bytes > self.config.h11_max_incomplete_size:
+            raise _RefusedError(_REQUEST_HEADER_FIELDS_TOO_LARGE)
 
-    async def _refuse_version(self) -> None:
-        await self._send_error_response(_HTTP_VERSION_NOT_SUPPORTED)
+    async def _refuse(self, status: int) -> None:
+        await self._send_error_response(status)
         await self.send(Closed())
 
 

@@ -215,6 +215,17 @@ async def test_what_is_not_http1_gets_an_error_and_the_server_lives_on(sent: byt
             assert (await client.request("GET", "/health")).status == 200
 
 
+@pytest.mark.parametrize(("num_bytes", "status"), [(1000, 200), (2100, 431), (200_000, 431)])
+async def test_a_head_over_the_limit_is_431_however_it_arrives(num_bytes: int, status: int) -> None:
+    """At one go, so that h11 never holds an unfinished one; the server lives on."""
+    async with open_server(echo_scope, ServerConfig(port=0, max_header_bytes=2048)) as server:
+        async with open_raw_http(server.url) as client:
+            await client.send(request_bytes("GET", "/", headers=[("x-much", "a" * num_bytes)]))
+            assert (await client.read_head()).status == status
+        async with open_raw_http(server.url) as client:
+            assert (await client.request("GET", "/")).status == 200
+
+
 async def test_an_upgrade_to_h2c_is_ignored() -> None:
     async with open_server(make_quart_app()) as server, open_raw_http(server.url) as client:
         headers = [("connection", "upgrade, http2-settings"), ("upgrade", "h2c"), ("http2-settings", "AAMAAABk")]
