@@ -94,19 +94,19 @@ static void wake_sleepers(TePool *pool)
 static inline int is_done(TePool *pool, const Slot *slot, uint32_t epoch)
 {
     (void)pool;
-    uint64_t pending = atomic_load_explicit(&slot->pending, memory_order_acquire);
+    uint64_t pending = atomic_load(&slot->pending);
     return (uint32_t)(pending >> 32) != epoch || (uint32_t)pending == 0;
 }
 
 static inline int is_new_epoch(TePool *pool, const Slot *slot, uint32_t epoch)
 {
     (void)slot;
-    return atomic_load_explicit(&pool->epoch, memory_order_acquire) != epoch ||
-           atomic_load_explicit(&pool->is_stopping, memory_order_acquire);
+    return atomic_load(&pool->epoch) != epoch || atomic_load(&pool->is_stopping);
 }
 
 /* Spins for a while, then sleeps, until the condition holds. Whoever makes it true calls wake_sleepers afterwards:
- * either it sees this sleeper, or this thread, having announced itself first, sees the condition. */
+ * either it sees this sleeper, or this thread, having announced itself first, sees the condition. For that, all these
+ * loads and stores have one order (memory_order_seq_cst, the default). */
 static void wait_until(TePool *pool, int (*holds)(TePool *, const Slot *, uint32_t), const Slot *slot, uint32_t epoch,
                        int32_t spins)
 {
@@ -118,7 +118,6 @@ static void wait_until(TePool *pool, int (*holds)(TePool *, const Slot *, uint32
     atomic_fetch_add(&pool->num_sleepers, 1);
     for (;;) {
         uint32_t seen = atomic_load(&pool->events);
-        atomic_thread_fence(memory_order_seq_cst);
         if (holds(pool, slot, epoch))
             break;
         sleep_until_event(pool, seen);
