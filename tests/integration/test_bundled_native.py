@@ -1,6 +1,6 @@
 """The bundled model on the native kernels: as good as float32, and the same tokens whatever else is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -32,6 +32,13 @@ Then other books like this were found, in Norway, in Scotland and in the north o
 same story. Today the lighthouse is a small museum. The grey book lies open on a table behind glass, and every month
 somebody turns one page."""
 NUM_TOKENS = 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_are_on() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delenv("TRIOENGINE_CPU_KERNELS", raising=False)
+        yield
 
 
 def test_logits_are_close_to_those_of_float32() -> None:

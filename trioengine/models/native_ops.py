@@ -10,10 +10,12 @@ from typing import TypeAlias
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.program import Buffer, Program, ProgramBuilder
 from trioengine_kernels.native.tiles import GGML_TYPE_NAMES, TileKind, WeightTiles, pack_float_pieces, pack_ggml
 
+from trioengine.checkpoint.gguf import GGMLType
 from trioengine.config.engine import Quantization
 from trioengine.models.decoder import AttentionShape
 from trioengine.models.loader import Checkpoint, Floats, LoadedModel, ReportFraction, StoredMatrix, load_model
@@ -72,10 +74,16 @@ class NativeWeights:
     def _pack(self, parts: Sequence[StoredMatrix]) -> WeightTiles:
         """Parts of one type that the kernels know."""
         part = _joined(parts)
-        float_kind = self._float_kind if part.kind.block_size == 1 else None
+        kind = self._kind_of_floats(part) if part.kind.block_size == 1 else None
         return pack_ggml(
-            self._library, part.kind.name, part.rows, len(part.rows), part.num_columns, kind=float_kind, pool=self._pool
+            self._library, part.kind.name, part.rows, len(part.rows), part.num_columns, kind=kind, pool=self._pool
         )
+
+    def _kind_of_floats(self, part: StoredMatrix) -> TileKind | None:
+        """None keeps the numbers as they are."""
+        if self._float_kind is not None:
+            return self._float_kind
+        return TileKind.F16 if part.kind is GGMLType.BF16 and _fit_halves(part.rows) else None
 
     def _pack_floats(self, parts: Sequence[StoredMatrix]) -> WeightTiles:
         """Parts of a type that the kernels do not know: 8-bit tiles of quantized ones, in pieces to save memory."""
@@ -88,6 +96,16 @@ class NativeWeights:
 
 def _is_known(part: StoredMatrix) -> bool:
     return part.kind.name in GGML_TYPE_NAMES
+
+
+def _fit_halves(rows: NDArray[np.uint8]) -> bool:
+    """Whether the BF16 numbers of a matrix lose nothing that counts as halves, which take half of float32's memory.
+
+    Halves have more digits, but a smaller range: the largest number must be below 2^15, and numbers below 2^-17 lose
+    up to 2^-25, which is as little as float32's rounding of the products where the largest is at least 2^-8.
+    """
+    largest = int((rows.view(np.uint16) & 0x7FFF).max())
+    return 127 - 8 <= largest >> 7 < 127 + 15
 
 
 def _joined(parts: Sequence[StoredMatrix]) -> StoredMatrix:

@@ -1,6 +1,7 @@
 # pyright: basic
-"""A Llama with random weights, small enough to compute in a test, and a writer of GGUF files."""
+"""A Llama with random weights, small enough to compute in a test, and writers of model files."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trioengine_kernels.native.tiles import TileKind, pack_float
 
+from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.models.config import Architecture, ModelConfig
 from trioengine.models.decoder import Decoder, DecoderWeights, LayerWeights
 from trioengine.models.loader import Floats, LoadedModel
@@ -188,6 +190,55 @@ def write_gguf(path: Path, model: TorchModel, encode: Encode | None = None) -> N
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def folder_tensors(model: TorchModel) -> dict[str, Tensor]:
+    """The weights of a Llama as transformers names and arranges them."""
+    config, weights = model.config, model.decoder.weights
+    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
+    if not config.has_tied_embeddings:
+        tensors["lm_head.weight"] = weights.head
+    for i, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{i}"
+        query, key, value = layer.qkv.split([query_rows, kv_rows, kv_rows])
+        gate, up = layer.gate_up.chunk(2)
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": layer.attention_norm,
+            f"{prefix}.self_attn.q_proj.weight": query,
+            f"{prefix}.self_attn.k_proj.weight": key,
+            f"{prefix}.self_attn.v_proj.weight": value,
+            f"{prefix}.self_attn.o_proj.weight": layer.output,
+            f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm,
+            f"{prefix}.mlp.gate_proj.weight": gate,
+            f"{prefix}.mlp.up_proj.weight": up,
+            f"{prefix}.mlp.down_proj.weight": layer.down,
+        }
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def write_folder(folder: Path, model: TorchModel, tensors: dict[str, Tensor]) -> ModelLocation:
+    """Write a Llama's folder with these tensors. Needs the `safetensors` package."""
+    from safetensors.torch import save_file
+
+    config = model.config
+    facts = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_epsilon,
+        "tie_word_embeddings": config.has_tied_embeddings,
+        "eos_token_id": list(config.eos_token_ids),
+    }
+    (folder / "config.json").write_text(json.dumps(facts))
+    save_file(tensors, folder / "model.safetensors")
+    return ModelLocation(ModelKind.FOLDER, folder, "tiny")
 
 
 def _interleave(rows: Tensor, num_heads: int) -> Tensor:

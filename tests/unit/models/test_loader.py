@@ -1,6 +1,5 @@
 """Weights from GGUF and safetensors: the same numbers in the same places, and every wrong tensor named."""
 
-import json
 from pathlib import Path
 
 import attrs
@@ -10,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import gguf  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 
 from trioengine.checkpoint.gguf import GGMLType, GGUFFile, GGUFTensor  # noqa: E402
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
@@ -21,7 +19,7 @@ from trioengine.models.decoder import Decoder, DecoderWeights  # noqa: E402
 from trioengine.models.loader import LoadedModel, ReportFraction, open_checkpoint  # noqa: E402
 from trioengine.models.rope import inverse_frequencies  # noqa: E402
 from trioengine.models.torch_ops import TorchModel, load_torch_model  # noqa: E402
-from trioengine.testing.tiny_model import tiny_model, write_gguf  # noqa: E402
+from trioengine.testing.tiny_model import folder_tensors, tiny_model, write_folder, write_gguf  # noqa: E402
 
 
 def load_model(location: ModelLocation, report: ReportFraction | None = None) -> TorchModel:
@@ -55,52 +53,6 @@ def with_biases(model: LoadedModel, architecture: Architecture, *, has_output_bi
 def tied(model: LoadedModel) -> LoadedModel:
     config, weights = attrs.evolve(model.config, has_tied_embeddings=True), model.decoder.weights
     return LoadedModel(config, Decoder(config, attrs.evolve(weights, head=weights.embedding)))
-
-
-def folder_tensors(model: LoadedModel) -> dict[str, torch.Tensor]:
-    """As transformers names and arranges them."""
-    config, weights = model.config, model.decoder.weights
-    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
-    if not config.has_tied_embeddings:
-        tensors["lm_head.weight"] = weights.head
-    for i, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{i}"
-        query, key, value = layer.qkv.split([query_rows, kv_rows, kv_rows])
-        gate, up = layer.gate_up.chunk(2)
-        tensors |= {
-            f"{prefix}.input_layernorm.weight": layer.attention_norm,
-            f"{prefix}.self_attn.q_proj.weight": query,
-            f"{prefix}.self_attn.k_proj.weight": key,
-            f"{prefix}.self_attn.v_proj.weight": value,
-            f"{prefix}.self_attn.o_proj.weight": layer.output,
-            f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm,
-            f"{prefix}.mlp.gate_proj.weight": gate,
-            f"{prefix}.mlp.up_proj.weight": up,
-            f"{prefix}.mlp.down_proj.weight": layer.down,
-        }
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def write_folder(folder: Path, model: LoadedModel, tensors: dict[str, torch.Tensor]) -> ModelLocation:
-    config = model.config
-    facts = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_epsilon,
-        "tie_word_embeddings": config.has_tied_embeddings,
-        "eos_token_id": list(config.eos_token_ids),
-    }
-    (folder / "config.json").write_text(json.dumps(facts))
-    save_file(tensors, folder / "model.safetensors")
-    return ModelLocation(ModelKind.FOLDER, folder, "tiny")
 
 
 MODELS = {

@@ -126,7 +126,7 @@ def random_blocks(kind: GGMLType, shape: tuple[int, int]) -> np.ndarray:
 
 KINDS = {
     GGMLType.F16: (TileKind.F16, 1e-3),
-    GGMLType.BF16: (TileKind.F32, 1e-3),
+    GGMLType.BF16: (TileKind.F16, 1e-3),
     GGMLType.Q4_0: (TileKind.INT4, 0.02),
     GGMLType.Q4_1: (TileKind.INT4, 0.02),
     GGMLType.Q8_0: (TileKind.INT8, 0.02),
@@ -176,6 +176,25 @@ def test_floats_are_quantized_when_asked(tmp_path: Path, quantization: Quantizat
     kind = TileKind[quantization.name]
     assert {tiles.kind for tiles in native.decoder.weights.layers[0].down} == {kind}
     assert {tiles.kind for tiles in native.decoder.weights.embedding} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("largest", "kind"),
+    [
+        (1.0, TileKind.F16),
+        (30000.0, TileKind.F16),
+        (2.0**15, TileKind.F32),
+        (2.0**-9, TileKind.F32),
+        (np.inf, TileKind.F32),
+    ],
+)
+def test_bf16_is_held_in_halves_where_those_hold_it(largest: float, kind: TileKind) -> None:
+    values = np.linspace(-1, 1, 16 * 32, dtype=np.float32) * np.float32(largest)
+    values[np.isnan(values)] = 0
+    rows = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(16, 64)
+    library = native_library()
+    (tiles,) = NativeWeights(library, ThreadPool(library, 1)).matrix([StoredMatrix("x", GGMLType.BF16, rows, 32)])
+    assert tiles.kind is kind
 
 
 def test_what_is_packed_in_pieces_is_what_is_packed_whole(monkeypatch: pytest.MonkeyPatch) -> None:

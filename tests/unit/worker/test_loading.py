@@ -14,14 +14,15 @@ torch = pytest.importorskip("torch")
 from trioengine_kernels.native.library import NativeUnavailableError  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
-from trioengine.config import env  # noqa: E402
 from trioengine.config.engine import EngineConfig, Quantization  # noqa: E402
 from trioengine.config.resolve import ResolvedConfig  # noqa: E402
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
 from trioengine.errors import CheckpointError, ConfigError, EngineStartError  # noqa: E402
 from trioengine.models.loader import open_checkpoint  # noqa: E402
+from trioengine.runtime.build import build_engine_core  # noqa: E402
+from trioengine.testing.logits import torch_logits  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
-from trioengine.testing.tiny_model import tiny_model, write_gguf  # noqa: E402
+from trioengine.testing.tiny_model import folder_tensors, tiny_model, write_folder, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
 from trioengine.worker import loading  # noqa: E402
 from trioengine.worker.loading import Computer, choose_computer, load_executor  # noqa: E402
@@ -36,6 +37,12 @@ CONFIG = ResolvedConfig(
     reasons={},
 )
 TORCH = Computer(None)
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRIOENGINE_CPU_KERNELS", raising=False)
 
 
 @pytest.fixture(params=["torch", "native"])
@@ -101,10 +108,7 @@ def test_too_little_memory_is_a_start_error(
         load_executor(open_checkpoint(location), CONFIG, computer)
 
 
-def test_the_native_kernels_compute_where_they_can(
-    location: ModelLocation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("TRIOENGINE_CPU_KERNELS", raising=False)
+def test_the_native_kernels_compute_where_they_can(location: ModelLocation, caplog: pytest.LogCaptureFixture) -> None:
     assert choose_computer(EngineConfig(), location) == Computer(native_library())
     assert not caplog.records
 
@@ -149,6 +153,19 @@ def test_quantization_is_refused_where_it_cannot_be_had(
     assert caught.value.option == "quantization"
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_folder_is_loaded_and_quantized(tmp_path: Path, quantization: str | None) -> None:
+    """bfloat16, as most folders are: the greedy token is torch's, or near it where weights are quantized."""
+    model = tiny_model()
+    tensors = {name: tensor.bfloat16() for name, tensor in folder_tensors(model).items()}
+    built = build_engine_core(EngineConfig(quantization=quantization), write_folder(tmp_path, model, tensors))
+    executor = built.core._executor
+    executor.submit(StepPlan(0, [ScheduledSequence(3, 0, 2, [5])], [NewSequence(3, [1, 2], 2, GREEDY, seed=0)]))
+    expected = torch_logits(model, [1, 2])[-1].argsort()[::-1]
+    assert executor.result().tokens[0] in expected[: 1 if quantization is None else 5]
+    built.close()
+
+
 def test_the_native_kernels_estimate_larger_steps() -> None:
     native, plain = Computer(native_library()).hardware_facts(), TORCH.hardware_facts()
     assert native.flops_per_s > plain.flops_per_s
@@ -172,10 +189,8 @@ print(len(executor.result().tokens), built.ready.num_blocks > 0)
 """
 
 
-def test_the_native_kernels_compute_without_torch(location: ModelLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_native_kernels_compute_without_torch(location: ModelLocation) -> None:
     """The base install serves a GGUF."""
-    monkeypatch.delenv("TRIOENGINE_CPU_KERNELS", raising=False)
-    assert env.are_cpu_kernels_off() is False
     native_library()  # Built, where it was not, outside of the time limit below.
     command = [sys.executable, "-P", "-c", WITHOUT_TORCH, str(location.path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
