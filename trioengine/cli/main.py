@@ -5,6 +5,7 @@ Only the subcommand that runs is imported, so that `--help` and a mistyped optio
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import sys
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error of TrioEngine's is one line on standard error and status 1; a wrong command line is status 2.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model may say what the terminal's encoding has no character for.
+        cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="replace")
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not words:

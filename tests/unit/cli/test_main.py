@@ -1,6 +1,7 @@
 """What the shell sees: one line for an error, the right exit status, no traceback for a person's mistake."""
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,20 @@ def test_a_known_error_out_of_nested_nurseries_is_still_one_line(
 def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, BaseExceptionGroup("", [KeyboardInterrupt()]))
     assert cli.main(["models"]) == 130
+
+
+def test_a_terminal_without_a_character_shows_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a model says."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+
+    def run(arguments: argparse.Namespace) -> int:
+        print("日本", end="")
+        return 0
+
+    monkeypatch.setitem(sys.modules, "trioengine.cli.models", SimpleNamespace(add_arguments=lambda _: None, run=run))
+    assert cli.main(["models"]) == 0
+    assert shown.getvalue() == b"??"
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
