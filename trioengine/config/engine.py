@@ -78,7 +78,7 @@ class EngineConfig:
     )
     cpu_threads: int | None = attrs.field(
         default=None,
-        validator=optional(integer(1, 4096)),
+        validator=optional(integer(1, 1024)),
         metadata=documented("Threads that compute. Unset is one for each processor this process may use."),
     )
     step_timeout_s: float = attrs.field(
