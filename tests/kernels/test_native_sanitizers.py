@@ -22,7 +22,7 @@ from trioengine_kernels.native import buffers, library
 library.PREBUILT = Path(sys.argv[1])
 # Each matrix by itself, exactly as large as it is, so that a read behind its end is seen.
 library.Library.allocate = lambda self, num_bytes: np.empty(num_bytes, np.uint8)
-sys.exit(pytest.main(["-q", "-x", "--import-mode=importlib", "-p", "no:cacheprovider", *sys.argv[2:]]))
+sys.exit(pytest.main(["-q", "-x", "-s", "--import-mode=importlib", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 
 POOL_STRESS = r"""
