@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trioengine.cli.main import COMMANDS
+from trioengine.config import env
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -59,6 +60,12 @@ def test_commands_in_a_page_are_understood(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_environment_variable_is_in_the_how_to() -> None:
+    names = {value for name, value in vars(env).items() if name.endswith("_VARIABLE")}
+    assert names
+    assert [name for name in names if f"`{name}`" not in (ROOT / "docs" / "how-to.md").read_text()] == []
 
 
 def test_every_case_has_tests_that_name_its_report() -> None:

@@ -5,7 +5,6 @@ Only the subcommand that runs is imported, so that `--help` and a mistyped optio
 
 import argparse
 import importlib
-import io
 import logging
 import os
 import sys
@@ -54,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error of TrioEngine's is one line on standard error and status 1; a wrong command line is status 2.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
         # A model may say what the terminal's encoding has no character for.
-        cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="replace")
+        reconfigure(errors="replace")
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not words:
