@@ -28,7 +28,7 @@ COMMANDS = {
     "generate": "Continue a prompt, or answer it, on standard output.",
     "chat": "Talk with a model.",
     "models": "List the models on this machine, or fetch one.",
-    "bench": "Measure the front end, the engine or a server.",
+    "bench": "Measure the front end, the engine, a server or the CPU kernels.",
 }
 """Subcommand -> what it does. Each is a module of this package with `add_arguments` and `run`."""
 

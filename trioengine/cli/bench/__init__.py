@@ -1,4 +1,4 @@
-"""`trioengine bench`: what the front end, the engine or a server costs and delivers.
+"""`trioengine bench`: what the front end, the engine, a server or the CPU kernels cost and deliver.
 
 Figures go to standard output, as a table or, with `--json`, as one JSON object.
 """
@@ -6,14 +6,25 @@ Figures go to standard output, as a table or, with `--json`, as one JSON object.
 import argparse
 from typing import Protocol
 
-from trioengine.cli.bench.report import BenchReport
 from trioengine.cli.options import add_engine_options, engine_config_from, positive_int
+
+
+class Report(Protocol):
+    """What a benchmark found."""
+
+    def to_json(self) -> str:
+        """One JSON object, on one line."""
+        ...
+
+    def to_table(self) -> str:
+        """Lines for people."""
+        ...
 
 
 class Benchmark(Protocol):
     """What each benchmark is: values that say what to do, and one way to do it."""
 
-    async def run(self) -> BenchReport:
+    async def run(self) -> Report:
         """Measure."""
         ...
 
@@ -37,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_counts(load, num_prompts="requests", input_len="tokens of each prompt", output_len="tokens of each answer")
         load.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts. Default: 0")
     add_engine_options(offline)
-    for benchmark in (frontend, serve, offline):
+    kernels = benchmarks.add_parser("kernels", help="the native CPU kernels, operation by operation")
+    kernels.add_argument(
+        "--cpu-threads", type=positive_int, metavar="N", help="threads that compute. Default: one for each processor"
+    )
+    for benchmark in (frontend, serve, offline, kernels):
         benchmark.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -68,6 +83,10 @@ def _benchmark(arguments: argparse.Namespace) -> Benchmark:
             return ServedBench(
                 base_url=arguments.base_url, concurrency=arguments.concurrency, **_load_values(arguments)
             )
+        case "kernels":
+            from trioengine.cli.bench.kernels import KernelsBench
+
+            return KernelsBench(num_threads=arguments.cpu_threads)
         case _:
             from trioengine.cli.bench.offline import OfflineBench
 
