@@ -58,7 +58,7 @@ X86_VARIANTS = {
         "-mprefer-vector-width=256",
     ),
 }
-ARM_VARIANTS = {"portable": (), "dotprod": ("-march=armv8.2-a+dotprod",)}
+ARM_VARIANTS = {"portable": (), "dotprod": ("-mcpu=generic+dotprod",)}
 OTHER_VARIANTS = {"portable": ()}
 _HUGE_PAGE_BYTES = 2 << 20
 _ARENA_BYTES = 32 << 20

@@ -1,6 +1,9 @@
 /* Which kernels this processor runs, and which are in use. */
 #include "te.h"
 
+#if defined(TE_HAVE_AVX2) || defined(TE_HAVE_VNNI)
+#include <cpuid.h>
+#endif
 #if defined(TE_HAVE_DOTPROD) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -16,6 +19,29 @@ extern const TeKernels te_kernels_vnni;
 extern const TeKernels te_kernels_dotprod;
 #endif
 
+#if defined(TE_HAVE_AVX2) || defined(TE_HAVE_VNNI)
+/* Not __builtin_cpu_supports: it needs a part of the compiler's runtime library that zig's does not have. */
+static int has_x86_features(int wants_avx512)
+{
+    unsigned eax, ebx, ecx, edx, saved_low, saved_high;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx))
+        return 0;
+    const unsigned fma = 1u << 12, os_saves = 1u << 27, f16c = 1u << 29;
+    if (~ecx & (fma | os_saves | f16c))
+        return 0;
+    /* Which registers the system keeps when it switches threads: those of AVX, and of AVX-512. */
+    __asm__ volatile("xgetbv" : "=a"(saved_low), "=d"(saved_high) : "c"(0));
+    if (~saved_low & (wants_avx512 ? 0xe6u : 0x6u))
+        return 0;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx))
+        return 0;
+    const unsigned avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, vnni = 1u << 11; /* F DQ BW VL */
+    if (~ebx & avx2)
+        return 0;
+    return !wants_avx512 || !(~ebx & avx512 || ~ecx & vnni);
+}
+#endif
+
 static const TeKernels *chosen;
 static int32_t chosen_isa;
 
@@ -26,14 +52,11 @@ static const TeKernels *kernels_of(int32_t isa)
         return &te_kernels_portable;
 #if defined(TE_HAVE_AVX2)
     case TE_AVX2:
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &te_kernels_avx2 : NULL;
+        return has_x86_features(0) ? &te_kernels_avx2 : NULL;
 #endif
 #if defined(TE_HAVE_VNNI)
     case TE_VNNI:
-        return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")
-                   ? &te_kernels_vnni
-                   : NULL;
+        return has_x86_features(1) ? &te_kernels_vnni : NULL;
 #endif
 #if defined(TE_HAVE_DOTPROD) && defined(__linux__)
     case TE_DOTPROD:
@@ -64,9 +87,6 @@ int32_t te_set_isa(int32_t isa)
 
 __attribute__((constructor)) static void choose_fastest(void)
 {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-#endif
     for (int32_t isa = TE_NUM_ISAS - 1; !te_set_isa(isa); isa--)
         ;
 }
