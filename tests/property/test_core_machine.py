@@ -101,7 +101,7 @@ class CoreMachine(RuleBasedStateMachine):
             sent.is_aborted = True
             self.driver.abort(sent.answer.slot, client=sent.answer.client)
 
-    @rule(client=CLIENTS, slot=st.integers(20, 30))
+    @rule(client=CLIENTS, slot=st.integers(1_000_000, 1_000_010))
     def abort_unknown(self, client: int, slot: int) -> None:
         """Abort what never was."""
         before = self._load()

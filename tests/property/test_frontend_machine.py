@@ -103,6 +103,7 @@ class FrontendMachine(RuleBasedStateMachine):
         self.slices: Iterator[None] | None = None
         self.reserved: dict[int, Reader] = {}
         """By slot: from the ADD until the front end has handled the `Finished`."""
+        self.most_reserved = 0
         self.ending: tuple[int, ...] = ()
         """Slots whose `Finished` is in the message being handled."""
 
@@ -122,8 +123,9 @@ class FrontendMachine(RuleBasedStateMachine):
         self.readers.append(reader)
         slot = added.message.slot
         assert slot not in self.reserved
-        assert slot <= len(self.reserved)  # The table is no larger than what is open.
         self.reserved[slot] = reader
+        self.most_reserved = max(self.most_reserved, len(self.reserved))
+        assert slot < self.most_reserved  # The table is no larger than what was ever open at once.
         self.to_core.append(encode(added.message))
 
     @rule(external_id=EXTERNAL_IDS)
