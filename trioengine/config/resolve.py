@@ -140,6 +140,12 @@ def _num_kv_blocks(
     block_bytes = config.block_size * model.kv_bytes_per_token
     blocks_per_sequence = -(-max_model_len // config.block_size)
     if config.kv_cache_memory_bytes is not None:
+        if config.kv_cache_memory_bytes > hardware.ram_bytes:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, more than this machine's memory of"
+                f" {hardware.ram_bytes} bytes.",
+                option="kv_cache_memory_bytes",
+            )
         num_blocks = config.kv_cache_memory_bytes // block_bytes
         origin = "kv_cache_memory_bytes as set"
     else:

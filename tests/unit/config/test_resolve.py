@@ -80,6 +80,12 @@ def test_a_kv_cache_too_small_for_one_sequence_is_refused_with_the_memory_it_nee
     assert resolve(EngineConfig(kv_cache_memory_bytes=needed), SMOLLM2_135M, TWO_CORES).num_kv_blocks == 512
 
 
+def test_a_kv_cache_larger_than_the_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="more than this machine's memory") as caught:
+        resolve(EngineConfig(kv_cache_memory_bytes=TWO_CORES.ram_bytes + 1), SMOLLM2_135M, TWO_CORES)
+    assert caught.value.option == "kv_cache_memory_bytes"
+
+
 def test_a_context_longer_than_the_model_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match="8192") as caught:
         resolve(EngineConfig(max_model_len=8193), SMOLLM2_135M, TWO_CORES)
