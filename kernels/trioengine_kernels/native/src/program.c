@@ -111,7 +111,6 @@ static LinearBlock linear_block(const TeProgram *program, const TeTiles *tiles, 
     const int64_t work = (int64_t)tiles->rows * tiles->columns * rows;
     int64_t chunks = TE_MAX(work / WORK_PER_CHUNK, 4 * program->num_threads);
     int32_t per_chunk = divide_up(strips, divide_up(chunks, blocks));
-    per_chunk += per_chunk & 1; /* pairs share an activation's load */
     return (LinearBlock){TE_MIN(per_chunk, strips), block_tokens};
 }
 

@@ -153,7 +153,7 @@ TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
 }
 #endif
 
-/* ---- blocks of strips x tokens, their sizes constants after inlining ---- */
+/* ---- a strip and a block of tokens, their number a constant after inlining ---- */
 
 TE_INLINE void store_strip(float *out, vf value, const float *bias, int32_t row, int32_t rows)
 {
@@ -165,54 +165,44 @@ TE_INLINE void store_strip(float *out, vf value, const float *bias, int32_t row,
         out[row + i] = bias ? value[i] + bias[row + i] : value[i];
 }
 
-TE_INLINE void quantized_block(int kind, int num_strips, int num_tokens, const TeTiles *tiles, const TeGroup *x,
-                               const float *bias, float *out, int64_t out_stride, int32_t strip, int32_t token)
+TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, const TeGroup *x, const float *bias,
+                               float *out, int64_t out_stride, int32_t strip, int32_t token)
 {
     const int32_t groups = tiles->groups;
     const int header = kind == TE_INT8 ? 16 : 32;
     const int tile_bytes = header + (kind == TE_INT4 ? 128 : 256);
-    const size_t strip_bytes = (size_t)groups * (size_t)tile_bytes;
-    const uint8_t *tile = tiles->data + (size_t)strip * strip_bytes;
+    const uint8_t *tile = tiles->data + (size_t)strip * (size_t)groups * (size_t)tile_bytes;
     const TeGroup *rows = x + (int64_t)token * groups;
-    vf sums[2][TE_MAX_TOKENS];
-    for (int s = 0; s < num_strips; s++)
-        for (int t = 0; t < num_tokens; t++)
-            sums[s][t] = vf_zero();
+    vf sums[TE_MAX_TOKENS];
+    for (int t = 0; t < num_tokens; t++)
+        sums[t] = vf_zero();
     for (int32_t group = 0; group < groups; group++, tile += tile_bytes, rows++) {
-#pragma GCC unroll 2
-        for (int s = 0; s < num_strips; s++) {
-            const uint8_t *p = tile + (size_t)s * strip_bytes;
-            Quad w[8];
-            vf scale = vf_load_half((const uint16_t *)p);
-            vf min = kind == TE_INT8 ? vf_zero() : vf_load_half((const uint16_t *)p + TE_TILE_ROWS);
-            load_quads(kind, p + header, w);
-#if defined(__x86_64__)
-            if (num_tokens == 1)
-                __builtin_prefetch(p + 12 * tile_bytes);
-#endif
+        Quad w[8];
+        vf scale = vf_load_half((const uint16_t *)tile);
+        vf min = kind == TE_INT8 ? vf_zero() : vf_load_half((const uint16_t *)tile + TE_TILE_ROWS);
+        load_quads(kind, tile + header, w);
+        /* Measured: with little to compute the processor looks ahead by itself, and hints disturb it. */
+        for (int line = 0; num_tokens >= 4 && line < tile_bytes; line += 64)
+            __builtin_prefetch(tile + 2048 + line);
 #pragma GCC unroll 8
-            for (int t = 0; t < num_tokens; t++) {
-                const TeGroup *xt = rows + (int64_t)t * groups;
-                sums[s][t] = vf_fma(dot(kind, w, xt), scale * vf_set(xt->scale), sums[s][t]);
-                if (kind != TE_INT8)
-                    sums[s][t] = vf_fma(min, vf_set(xt->sum), sums[s][t]);
-            }
+        for (int t = 0; t < num_tokens; t++) {
+            const TeGroup *xt = rows + (int64_t)t * groups;
+            sums[t] = vf_fma(dot(kind, w, xt), scale * vf_set(xt->scale), sums[t]);
+            if (kind != TE_INT8)
+                sums[t] = vf_fma(min, vf_set(xt->sum), sums[t]);
         }
     }
-    for (int s = 0; s < num_strips; s++)
-        for (int t = 0; t < num_tokens; t++)
-            store_strip(out + (token + t) * out_stride, sums[s][t], bias, (strip + s) * TE_TILE_ROWS, tiles->rows);
+    for (int t = 0; t < num_tokens; t++)
+        store_strip(out + (token + t) * out_stride, sums[t], bias, strip * TE_TILE_ROWS, tiles->rows);
 }
 
 TE_INLINE void quantized_strips(int kind, int num_tokens, const TeTiles *tiles, const TeGroup *x, const float *bias,
                                 float *out, int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t token)
 {
-    int32_t strip = first_strip;
-    if (num_tokens <= 2 && TE_MAX_TOKENS > 1)
-        for (; strip + 2 <= end_strip; strip += 2)
-            quantized_block(kind, 2, num_tokens, tiles, x, bias, out, out_stride, strip, token);
-    for (; strip < end_strip; strip++)
-        quantized_block(kind, 1, num_tokens, tiles, x, bias, out, out_stride, strip, token);
+    /* One strip after the other: two at once would be two streams from memory, at half the speed (measured), and one is
+     * enough to keep the processor busy, since the dot products of its groups do not wait for each other. */
+    for (int32_t strip = first_strip; strip < end_strip; strip++)
+        quantized_block(kind, num_tokens, tiles, x, bias, out, out_stride, strip, token);
 }
 
 TE_INLINE void quantized_linear(int kind, const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,
@@ -300,12 +290,22 @@ TE_INLINE void float_blocks(int is_half, int32_t num_rows, int32_t num_wide, con
             for (; w < num_wide; w++)
                 TE_BLOCK(6, 1);
             r += 6;
+        } else if (rows >= 4 && TE_MAX_TOKENS > 1) {
+            for (; w < num_wide; w++)
+                TE_BLOCK(4, 1);
+            r += 4;
         } else if (rows >= 3 && TE_MAX_TOKENS > 1) {
             for (; w + 2 <= num_wide; w += 2)
                 TE_BLOCK(3, 2);
             for (; w < num_wide; w++)
                 TE_BLOCK(3, 1);
             r += 3;
+        } else if (rows >= 2 && TE_MAX_TOKENS > 1) {
+            for (; w + 2 <= num_wide; w += 2)
+                TE_BLOCK(2, 2);
+            for (; w < num_wide; w++)
+                TE_BLOCK(2, 1);
+            r += 2;
         } else {
             for (; w + 4 <= num_wide && TE_MAX_TOKENS > 1; w += 4)
                 TE_BLOCK(1, 4);
@@ -335,28 +335,21 @@ static __attribute__((noinline)) void single_product(int32_t num_rows, int32_t n
 TE_INLINE void float_linear(int is_half, const TeTiles *tiles, const float *x, const float *bias, float *out,
                             int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
 {
-    enum { MAX_WIDE = 4, MAX_ROWS = 12 };
-    float sums[MAX_ROWS * MAX_WIDE * TE_FLOAT_ROWS];
+    enum { MAX_ROWS = 12 };
+    float sums[MAX_ROWS * TE_FLOAT_ROWS];
     const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
-    const int64_t strip_items = (int64_t)tiles->columns * TE_FLOAT_ROWS;
-    for (int32_t token = first; token < end;) {
-        int32_t num_rows = TE_MIN(end - token, MAX_ROWS);
-        for (int32_t strip = first_strip; strip < end_strip;) {
-            int32_t wide = TE_MIN(end_strip - strip, MAX_WIDE);
+    for (int32_t token = first; token < end; token += MAX_ROWS) {
+        const int32_t num_rows = TE_MIN(end - token, MAX_ROWS);
+        for (int32_t strip = first_strip; strip < end_strip; strip++) {
             memset(sums, 0, sizeof sums);
             (is_half ? half_product : single_product)(
-                num_rows, wide, x + (int64_t)token * tiles->columns, tiles->columns,
-                tiles->data + (size_t)strip * strip_bytes, TE_FLOAT_ROWS, strip_items, tiles->columns, sums,
-                MAX_WIDE * TE_FLOAT_ROWS, TE_FLOAT_ROWS);
+                num_rows, 1, x + (int64_t)token * tiles->columns, tiles->columns,
+                tiles->data + (size_t)strip * strip_bytes, TE_FLOAT_ROWS, 0, tiles->columns, sums, TE_FLOAT_ROWS, 0);
             for (int32_t r = 0; r < num_rows; r++)
-                for (int32_t half = 0; half < 2 * wide; half++) {
-                    int32_t row = strip * TE_FLOAT_ROWS + half * TE_TILE_ROWS;
-                    store_strip(out + (token + r) * out_stride, vf_load(sums + (r * 2 * MAX_WIDE + half) * 8), bias,
-                                row, tiles->rows);
-                }
-            strip += wide;
+                for (int32_t half = 0; half < 2; half++)
+                    store_strip(out + (token + r) * out_stride, vf_load(sums + r * TE_FLOAT_ROWS + 8 * half), bias,
+                                strip * TE_FLOAT_ROWS + half * TE_TILE_ROWS, tiles->rows);
         }
-        token += num_rows;
     }
 }
 
