@@ -196,12 +196,76 @@ TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, c
         store_strip(out + (token + t) * out_stride, sums[t], bias, strip * TE_TILE_ROWS, tiles->rows);
 }
 
-TE_INLINE void quantized_strips(int kind, int num_tokens, const TeTiles *tiles, const TeGroup *x, const float *bias,
-                                float *out, int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t token)
+#if defined(__AVX512VNNI__)
+/* Two strips and eight tokens: the same operations in vectors twice as wide, so that a broadcast serves 16 rows. For
+ * weights that are in the cache: from memory they would be two streams, at half the speed. */
+TE_INLINE void wide_block(int kind, const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,
+                          int64_t out_stride, int32_t strip, int32_t token)
+{
+    const int32_t groups = tiles->groups;
+    const int header = kind == TE_INT8 ? 16 : 32;
+    const int tile_bytes = header + (kind == TE_INT4 ? 128 : 256);
+    const uint8_t *first = tiles->data + (size_t)strip * (size_t)groups * (size_t)tile_bytes;
+    const uint8_t *second = first + (size_t)groups * (size_t)tile_bytes;
+    const TeGroup *rows = x + (int64_t)token * groups;
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 sums[8];
+    for (int t = 0; t < 8; t++)
+        sums[t] = _mm512_setzero_ps();
+    for (int32_t group = 0; group < groups; group++, first += tile_bytes, second += tile_bytes, rows++) {
+        __m512i w[8];
+        __m512 scale = _mm512_cvtph_ps(
+            _mm256_set_m128i(_mm_loadu_si128((const __m128i *)second), _mm_loadu_si128((const __m128i *)first)));
+        __m512 min = _mm512_setzero_ps();
+        if (kind != TE_INT8)
+            min = _mm512_cvtph_ps(_mm256_set_m128i(_mm_loadu_si128((const __m128i *)(second + 16)),
+                                                   _mm_loadu_si128((const __m128i *)(first + 16))));
+        for (int j = 0; j < (kind == TE_INT4 ? 4 : 8); j++) {
+            __m512i both = _mm512_inserti64x4(
+                _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(first + header + 32 * j))),
+                _mm256_loadu_si256((const __m256i *)(second + header + 32 * j)), 1);
+            w[j] = kind == TE_INT4 ? _mm512_and_si512(both, low) : both;
+            if (kind == TE_INT4)
+                w[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < 8; t++) {
+            const TeGroup *xt = rows + (int64_t)t * groups;
+            __m512i dots = kind == TE_INT4 ? _mm512_setzero_si512() : _mm512_set1_epi32(xt->offset);
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; j++) {
+                int32_t bytes;
+                memcpy(&bytes, xt->q + 4 * j, 4);
+                dots = _mm512_dpbusd_epi32(dots, w[j], _mm512_set1_epi32(bytes));
+            }
+            __m512 scales = _mm512_mul_ps(scale, _mm512_set1_ps(xt->scale));
+            sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scales, sums[t]);
+            if (kind != TE_INT8)
+                sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(xt->sum), sums[t]);
+        }
+    }
+    for (int t = 0; t < 8; t++) {
+        float *row = out + (token + t) * out_stride;
+        store_strip(row, (vf)_mm512_castps512_ps256(sums[t]), bias, strip * TE_TILE_ROWS, tiles->rows);
+        store_strip(row, (vf)_mm512_extractf32x8_ps(sums[t], 1), bias, (strip + 1) * TE_TILE_ROWS, tiles->rows);
+    }
+}
+#endif
+
+TE_INLINE void quantized_strips(int kind, int num_tokens, int is_first, const TeTiles *tiles, const TeGroup *x,
+                                const float *bias, float *out, int64_t out_stride, int32_t first_strip,
+                                int32_t end_strip, int32_t token)
 {
     /* One strip after the other: two at once would be two streams from memory, at half the speed (measured), and one is
      * enough to keep the processor busy, since the dot products of its groups do not wait for each other. */
-    for (int32_t strip = first_strip; strip < end_strip; strip++)
+    int32_t strip = first_strip;
+    (void)is_first;
+#if defined(__AVX512VNNI__)
+    /* The first tokens bring the weights into the cache, in one stream. */
+    for (; num_tokens == 8 && !is_first && strip + 2 <= end_strip; strip += 2)
+        wide_block(kind, tiles, x, bias, out, out_stride, strip, token);
+#endif
+    for (; strip < end_strip; strip++)
         quantized_block(kind, num_tokens, tiles, x, bias, out, out_stride, strip, token);
 }
 
@@ -212,7 +276,7 @@ TE_INLINE void quantized_linear(int kind, const TeTiles *tiles, const TeGroup *x
     while (token < end) {
         int32_t count = end - token;
 #define TE_TOKENS(n)                                                                                                   \
-    quantized_strips(kind, n, tiles, x, bias, out, out_stride, first_strip, end_strip, token);                         \
+    quantized_strips(kind, n, token == first, tiles, x, bias, out, out_stride, first_strip, end_strip, token);         \
     token += n
         if (TE_MAX_TOKENS >= 8 && count >= 8) {
             TE_TOKENS(8);
