@@ -147,6 +147,14 @@ def test_every_chunk_runs_once_and_operations_follow_each_other(library, num_thr
     pool.close()
 
 
+def test_more_threads_than_processors_finish(library):
+    """Threads that come late, or not at all, find nothing left to do; nobody waits for them."""
+    pool = ThreadPool(library, 40)
+    for _ in range(20):
+        assert len(run_ops(library, pool, [2, 1, 3] * 20)) == 120
+    pool.close()
+
+
 def test_a_run_without_chunks_returns(library, pool):
     assert run_ops(library, pool, []) == []
     assert run_ops(library, pool, [0, 0]) == []

@@ -11,6 +11,7 @@
 #define MAX_SPLIT_TOKENS 16   /* steps of at most so many tokens are cut along their keys, too */
 #define QUERY_ROWS 24         /* query rows times heads per KV head that an attention task aims at */
 #define WORK_PER_CHUNK 3000000 /* multiplications: some tens of microseconds */
+#define MIN_WORK_PER_CHUNK 30000 /* a microsecond: less is not worth taking, however many threads there are */
 #define GATED_COLUMNS 512
 
 struct TeProgram {
@@ -111,6 +112,7 @@ static LinearBlock linear_block(const TeProgram *program, const TeTiles *tiles, 
     const int64_t work = (int64_t)tiles->rows * tiles->columns * rows;
     int64_t chunks = TE_MAX(work / WORK_PER_CHUNK, 4 * program->num_threads);
     int32_t per_chunk = divide_up(strips, divide_up(chunks, blocks));
+    per_chunk = TE_MAX(per_chunk, divide_up(MIN_WORK_PER_CHUNK, divide_up(work, blocks * strips)));
     return (LinearBlock){TE_MIN(per_chunk, strips), block_tokens};
 }
 

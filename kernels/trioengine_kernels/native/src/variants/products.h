@@ -339,6 +339,29 @@ TE_INLINE void float_block(int is_half, int num_rows, int num_wide, const float 
                 vf_store(sums + r * sum_stride + w * sum_width + 8 * h, acc[r][w][h]);
 }
 
+#if defined(__AVX512VNNI__)
+/* float_block for 12 rows and 16 columns, which are one vector here: the same operations. */
+TE_INLINE void wide_float_block(int is_half, const float *a, int64_t a_stride, const void *b, int64_t b_stride,
+                                int32_t count, float *sums, int64_t sum_stride)
+{
+    __m512 acc[12];
+#pragma GCC unroll 12
+    for (int r = 0; r < 12; r++)
+        acc[r] = _mm512_loadu_ps(sums + r * sum_stride);
+    for (int32_t k = 0; k < count; k++) {
+        __m512 column = is_half ? _mm512_cvtph_ps(_mm256_loadu_si256(
+                                      (const __m256i *)((const uint16_t *)b + (int64_t)k * b_stride)))
+                                : _mm512_loadu_ps((const float *)b + (int64_t)k * b_stride);
+#pragma GCC unroll 12
+        for (int r = 0; r < 12; r++)
+            acc[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * a_stride + k]), column, acc[r]);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < 12; r++)
+        _mm512_storeu_ps(sums + r * sum_stride, acc[r]);
+}
+#endif
+
 /* The same for any number of rows and of 16-column pieces. */
 TE_INLINE void float_blocks(int is_half, int32_t num_rows, int32_t num_wide, const float *a, int64_t a_stride,
                              const void *b, int64_t b_stride, int64_t b_width, int32_t count, float *sums,
@@ -350,6 +373,16 @@ TE_INLINE void float_blocks(int is_half, int32_t num_rows, int32_t num_wide, con
                 b_stride, b_width, count, sums + r * sum_stride + w * sum_width, sum_stride, sum_width)
     for (int32_t r = 0; r < num_rows;) {
         int32_t rows = num_rows - r, w = 0;
+#if defined(__AVX512VNNI__)
+        if (rows >= 12) {
+            for (; w < num_wide; w++)
+                wide_float_block(is_half, a + r * a_stride, a_stride,
+                                 (const char *)b + (size_t)w * (size_t)b_width * item, b_stride, count,
+                                 sums + r * sum_stride + w * sum_width, sum_stride);
+            r += 12;
+            continue;
+        }
+#endif
         if (rows >= 6 && TE_MAX_TOKENS > 1) {
             for (; w < num_wide; w++)
                 TE_BLOCK(6, 1);
