@@ -1,5 +1,6 @@
 """Fixtures of the native backend's tests: the library, built once, and the kernels that this processor runs."""
 
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -22,7 +23,14 @@ def pool(library: Library) -> ThreadPool:
     return ThreadPool(library, 2)
 
 
-@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name.lower())
+X86 = [Isa.AVX2, Isa.VNNI]
+OF_THIS_MACHINE = [
+    isa for isa in Isa if isa is Isa.PORTABLE or (isa in X86) == (platform.machine() in ("x86_64", "AMD64"))
+]
+"""Kernels that are compiled for this kind of machine; its processor may still lack some."""
+
+
+@pytest.fixture(params=OF_THIS_MACHINE, ids=lambda isa: isa.name.lower())
 def isa(request: pytest.FixtureRequest, library: Library) -> Iterator[Isa]:
     """Kernels in use during a test."""
     before = library.isa
