@@ -20,6 +20,8 @@
 #define TE_MAX_TOKENS 1
 #endif
 
+#define CACHED_BYTES (256 << 10)
+
 /* ---- one group: 8 rows x 32 columns as 8 vectors of 8 rows x 4 columns ---- */
 
 #if defined(__AVX2__)
@@ -464,8 +466,8 @@ static __attribute__((noinline)) void linear_f32(const TeTiles *tiles, const flo
     float_linear(0, tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
 }
 
-static void linear(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
-                   int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
+static void linear_piece(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
+                         int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
 {
     switch (tiles->kind) {
     case TE_INT4:
@@ -483,6 +485,17 @@ static void linear(const TeTiles *tiles, const void *x, const float *bias, float
     default:
         linear_f32(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
     }
+}
+
+/* Weights that all tokens go through, eight at a time, should stay in the processor's own cache meanwhile. */
+static void linear(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
+                   int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
+{
+    const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
+    const int32_t strips_in_cache = TE_MAX(2, (int32_t)(CACHED_BYTES / strip_bytes));
+    const int32_t step = end - first <= TE_MAX_TOKENS ? end_strip - first_strip : strips_in_cache;
+    for (int32_t strip = first_strip; strip < end_strip; strip += step)
+        linear_piece(tiles, x, bias, out, out_stride, strip, TE_MIN(strip + step, end_strip), first, end);
 }
 
 #endif
