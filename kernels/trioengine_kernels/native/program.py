@@ -440,8 +440,8 @@ class Program:
         self._vocab_size = vocab_size
         self._run = library.function("te_program_run", c_int32, c_void_p, c_void_p, c_void_p)
         self._destroy = library.function("te_program_destroy", None, c_void_p)
-        create = library.function("te_program_create", c_void_p, c_void_p, c_int32, c_int32)
-        self._handle: int | None = create((c.Op * len(ops))(*ops), len(ops), max_tokens)
+        create = library.function("te_program_create", c_void_p, c_void_p, c_int32)
+        self._handle: int | None = create((c.Op * len(ops))(*ops), len(ops))
         if not self._handle:
             raise MemoryError("There is no memory for the program.")
 

@@ -17,10 +17,8 @@
 struct TeProgram {
     TeOp *ops;
     int32_t num_ops;
-    int32_t max_tokens;
     int32_t *chunks;
     /* Of the step that runs: */
-    TePool *pool;
     int32_t num_threads;
     TeStep step;
     int32_t num_tasks;
@@ -57,7 +55,7 @@ size_t te_attention_scratch_floats(int32_t max_query_rows, int32_t padded_dim)
     return rows * 2 + rows * (size_t)padded_dim * 3 + rows * TE_KV_SPLIT + 64;
 }
 
-TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops, int32_t max_tokens)
+TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops)
 {
     TeProgram *program = calloc(1, sizeof *program);
     if (!program)
@@ -72,7 +70,6 @@ TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops, int32_t ma
     }
     memcpy(program->ops, ops, (size_t)num_ops * sizeof *ops);
     program->num_ops = num_ops;
-    program->max_tokens = max_tokens;
     return program;
 }
 
@@ -353,7 +350,6 @@ static int prepare_attention(TeProgram *program)
 /* Returns 0 where memory for the step is not to be had. */
 TE_API int32_t te_program_run(TeProgram *program, TePool *pool, const TeStep *step)
 {
-    program->pool = pool;
     program->num_threads = te_pool_num_threads(pool);
     program->step = *step;
     if (!prepare_attention(program))

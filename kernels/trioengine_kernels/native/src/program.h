@@ -101,7 +101,7 @@ typedef struct {
 
 typedef struct TeProgram TeProgram;
 
-TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops, int32_t max_tokens);
+TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops);
 TE_API void te_program_destroy(TeProgram *program);
 TE_API int32_t te_program_run(TeProgram *program, TePool *pool, const TeStep *step);
 
