@@ -23,7 +23,7 @@ def modules_after(statement: str) -> set[str]:
         "trioengine",
         "trioengine.client",
         "trioengine.server.app",
-        "trioengine.server.serve",
+        "trioengine.server.serving",
         "trioengine.cli.serve",
         "trioengine.cli.bench.frontend",
     ],

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import importlib.util
 import socket
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 import trio
 
-from trioengine.cli.main import EXIT_INTERRUPTED
+from trioengine.cli.main import EXIT_INTERRUPTED, SERVER_PACKAGES
 from trioengine.cli.options import add_engine_options, add_section, engine_config_from, section_from
 from trioengine.cli.process import watch_stop_signals
 from trioengine.cli.progress import Progress
@@ -18,8 +19,7 @@ from trioengine.client.interface import EngineClient
 from trioengine.config import EngineConfig, ServerConfig
 from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.runtime.collector import tune_garbage_collector
-from trioengine.server.app import create_app
-from trioengine.server.serve import bind_listeners, serve
+from trioengine.server.listeners import bind_listeners, close_listeners
 
 HEALTH_INTERVAL_S = 0.5
 LAST_EVENTS_TIMEOUT_S = 1.0
@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Status 0 after a drain, 130 when stopped at once; raises when the engine died."""
+    for name in SERVER_PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
     return trio.run(_Service(engine_config_from(arguments), section_from(arguments, ServerConfig)).run)
 
 
@@ -73,17 +76,21 @@ class _Service:
         # Before the model is loaded, so that a taken port is known at once; nothing listens until it is.
         listeners = await bind_listeners(self._server_config)
         try:
-            async with open_engine(self._engine_config, on_progress=progress) as engine:
-                progress.clear()
-                await self._run_server(engine, listeners)
-                if self._death is not None:
-                    raise self._death
+            async with trio.open_nursery() as importing:
+                # The server's packages take as long to load as the core does, and the core is another process.
+                importing.start_soon(trio.to_thread.run_sync, _import_server)
+                async with open_engine(self._engine_config, on_progress=progress) as engine:
+                    progress.clear()
+                    await self._run_server(engine, listeners)
+                    if self._death is not None:
+                        raise self._death
         finally:
             progress.clear()
-            for listener in listeners:
-                listener.close()
+            close_listeners(listeners)
 
     async def _run_server(self, engine: EngineClient, listeners: Sequence[socket.socket]) -> None:
+        from trioengine.server import create_app, serve
+
         stop = trio.Event()
         app = create_app(engine, shutdown=self._shutdown, stop=stop, is_strict=self._server_config.strict)
         timeout_s = self._server_config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S
@@ -113,3 +120,8 @@ class _Service:
             await trio.sleep(HEALTH_INTERVAL_S)
         self._death = engine.dead_error
         self._shutdown.set()
+
+
+def _import_server() -> None:
+    importlib.import_module("trioengine.server.app")
+    importlib.import_module("trioengine.server.serving")

@@ -10,7 +10,7 @@ import trio
 from hypercorn.typing import ASGIFramework
 
 from trioengine.config.server import ServerConfig
-from trioengine.server.serve import serve
+from trioengine.server.serving import serve
 
 TIME_LIMIT_S = 30.0
 

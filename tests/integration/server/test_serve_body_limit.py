@@ -7,7 +7,7 @@ import trio
 from quart import request
 from quart_trio import QuartTrio
 
-from trioengine.server.serve import ServerConfig
+from trioengine.server.serving import ServerConfig
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import RawResponse, chunk_bytes, open_raw_http, request_bytes
 

@@ -11,7 +11,7 @@ from quart_trio import QuartTrio
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.server.connection import NUM_WRITES_PER_CHECKPOINT
-from trioengine.server.serve import ServerConfig
+from trioengine.server.serving import ServerConfig
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import RawHttpClient, chunk_bytes, open_raw_http, request_bytes
 

@@ -15,7 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import AcceptConnection, CloseConnection, Event, Request, TextMessage
 
-from trioengine.server.serve import ServerConfig
+from trioengine.server.serving import ServerConfig
 from trioengine.testing.http_server import RunningServer, open_server
 from trioengine.testing.raw_http import RawHttpClient, open_raw_http
 

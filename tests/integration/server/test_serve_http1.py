@@ -15,7 +15,8 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine.config.server import ServerConfig
 from trioengine.errors import ConfigError, ServerStartError
 from trioengine.server.connection import MAX_PAUSED_BYTES
-from trioengine.server.serve import bind_listeners, serve
+from trioengine.server.listeners import bind_listeners
+from trioengine.server.serving import serve
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import ConnectionEndedError, open_raw_http, request_bytes
 

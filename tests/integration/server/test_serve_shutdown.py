@@ -7,7 +7,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.config.server import ServerConfig
-from trioengine.server.serve import serve
+from trioengine.server.serving import serve
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import ConnectionEndedError, open_raw_http, request_bytes
 

@@ -22,7 +22,7 @@ from trioengine.client.interface import EngineClient
 from trioengine.config.server import ServerConfig
 from trioengine.errors import BenchError
 from trioengine.server.app import create_app
-from trioengine.server.serve import serve
+from trioengine.server.serving import serve
 
 LOAD_MODULE = "trioengine.cli.bench.load_process"
 MAX_READ_BYTES = 1 << 20

@@ -21,6 +21,7 @@ from trioengine.errors import ConfigError, ServerStartError
 from trioengine.server.body_limit import BodyLimit
 from trioengine.server.connection import Connection, Service
 from trioengine.server.lifespan import open_lifespan
+from trioengine.server.listeners import bind_listeners, close_listeners
 
 ACCEPT_RETRY_S = 0.1
 _BACKLOG = 1024
@@ -75,34 +76,7 @@ async def serve(
             )
             await _Server(service, sockets).run(trio.Event() if shutdown is None else shutdown, task_status)
     finally:
-        _close(sockets)
-
-
-async def bind_listeners(config: ServerConfig) -> list[socket.socket]:
-    """Sockets bound to the configured address, for `serve`, which closes them; nothing listens yet.
-
-    For whoever has long work to do before it serves, and wants to know first that the address can be had.
-
-    Raises:
-        ServerStartError: it cannot be bound. No socket is left.
-    """
-    sockets: list[socket.socket] = []
-    try:
-        addresses = await trio.socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        for family, kind, protocol, _, address in addresses:
-            # As plain sockets: a write that fits the kernel's buffer is one call on one of these.
-            sock = socket.socket(family, kind, protocol)
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(address)
-    except OSError as error:
-        _close(sockets)
-        raise ServerStartError(f"Cannot listen on {config.host} port {config.port}: {error}") from error
-    return sockets
+        close_listeners(sockets)
 
 
 class _Server:
@@ -122,7 +96,7 @@ class _Server:
                 task_status.started([_url(sock, is_tls=self._service.tls is not None) for sock in self._sockets])
                 await shutdown.wait()
                 accepting.cancel_scope.cancel()
-            _close(self._sockets)
+            close_listeners(self._sockets)
             await self._drain()
 
     async def _drain(self) -> None:
@@ -174,13 +148,6 @@ def _listen(sockets: Sequence[socket.socket]) -> None:
             sock.listen(_BACKLOG)
         except OSError as error:
             raise ServerStartError(f"Cannot listen on {sock.getsockname()}: {error}") from error
-
-
-def _close(sockets: Sequence[socket.socket]) -> None:
-    for sock in sockets:
-        if sock.fileno() != -1:
-            trio.lowlevel.notify_closing(sock)
-            sock.close()
 
 
 def _url(sock: socket.socket, *, is_tls: bool) -> str:
