@@ -4,6 +4,7 @@ A worker has one connection at a time, keeps it while the server does, and sends
 last has ended. Nothing here knows what is done with the times.
 """
 
+import contextlib
 import json
 import random
 import socket
@@ -58,6 +59,9 @@ class Connection:
     def __init__(self, address: ServerAddress) -> None:
         self._address = address
         self._stream: trio.SocketStream | None = None
+        self._request = b""
+        self._is_unanswered_reuse = False
+        """Whether nothing has come back yet for a request on a connection that served another before."""
 
     async def __aenter__(self) -> "Connection":
         await trio.lowlevel.checkpoint()
@@ -74,14 +78,14 @@ class Connection:
 
     async def send(self, method: str, path: str, body: bytes = b"") -> None:
         """Send a request; connects where there is no connection."""
-        if self._stream is None:
-            self._stream = await _connect(self._address)
         host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
         head = (
             f"{method} {self._address.prefix}{path} HTTP/1.1\r\nHost: {host}:{self._address.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        await self._stream.send_all(head.encode("ascii") + body)
+        self._request = head.encode("ascii") + body
+        self._is_unanswered_reuse = self._stream is not None
+        await self._send()
 
     async def receive(self, parser: ResponseParser) -> bytes:
         """More of the body, empty where only other parts of the response came.
@@ -89,14 +93,37 @@ class Connection:
         Raises:
             BenchError: the server has hung up, or talks something else.
         """
-        assert self._stream is not None
         try:
-            body = parser.feed(bytes(await self._stream.receive_some(MAX_READ_BYTES)))
+            data = await self._receive()
+            if not data and self._is_unanswered_reuse:
+                # The server gave the idle connection up before it saw the request, as any server may.
+                self._is_unanswered_reuse = False
+                self.close()
+                await self._send()
+                data = await self._receive()
+            self._is_unanswered_reuse = False
+            body = parser.feed(data)
         except (ValueError, trio.BrokenResourceError) as error:
             raise BenchError(f"The server's answer is broken: {error}.") from error
         if parser.is_complete and parser.closes_connection:
             self.close()
         return body
+
+    async def _send(self) -> None:
+        if self._stream is None:
+            self._stream = await _connect(self._address)
+        with contextlib.suppress(trio.BrokenResourceError):  # What `_receive` meets tells more.
+            await self._stream.send_all(self._request)
+
+    async def _receive(self) -> bytes:
+        """Some bytes, or none when the server has hung up."""
+        assert self._stream is not None
+        try:
+            return bytes(await self._stream.receive_some(MAX_READ_BYTES))
+        except trio.BrokenResourceError:
+            if self._is_unanswered_reuse:
+                return b""
+            raise
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body of a whole response."""

@@ -24,8 +24,16 @@ from trioengine.errors import BenchError, ConfigError
 class Server:
     """Answers `/v1/models`, and completions with three chunks and a usage."""
 
-    def __init__(self, *, takes_tokens: bool = True, status: int = 200, cuts_streams: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        takes_tokens: bool = True,
+        status: int = 200,
+        cuts_streams: bool = False,
+        hangs_up_after_answers: bool = False,
+    ) -> None:
         self.takes_tokens = takes_tokens
+        self.hangs_up_after_answers = hangs_up_after_answers
         self.status = status
         self.cuts_streams = cuts_streams
         self.bodies: list[dict[str, object]] = []
@@ -67,7 +75,7 @@ class Server:
         usage = {"choices": [], "usage": {"prompt_tokens": len(fields["prompt"]), "completion_tokens": 3}}
         await stream.send_all(_event({"text": " two three"}) + _event({"text": "", "finish_reason": "length"}))
         await stream.send_all(_chunk(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n") + _chunk(b""))
-        return True
+        return not self.hangs_up_after_answers
 
 
 def _whole(status: int, body: bytes) -> bytes:
@@ -135,6 +143,16 @@ async def test_a_failed_request_ends_the_load_with_one_clear_error(server: Serve
         load = CompletionLoad(model="m", num_output_tokens=3)
         with pytest.raises(BenchError, match=message):
             await run_load(ServerAddress.from_url(url), load, ["a", "b", "c"], concurrency=3)
+
+
+async def test_a_connection_that_the_server_gave_up_is_made_anew() -> None:
+    """As llama.cpp's server does without saying so in a header; the request had not reached it."""
+    server = Server(hangs_up_after_answers=True)
+    async with running(server) as url:
+        load = CompletionLoad(model="m", num_output_tokens=3)
+        times = await run_load(ServerAddress.from_url(url), load, ["a", "b", "c"], concurrency=1)
+    assert [stream.texts for stream in times] == [[" one", " two three"]] * 3
+    assert server.num_connections == len(server.bodies) == 3
 
 
 async def test_a_server_that_is_not_there_is_one_clear_error() -> None:
