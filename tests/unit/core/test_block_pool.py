@@ -15,13 +15,25 @@ def test_allocate_gives_all_or_nothing() -> None:
     assert pool.allocate(1) == [3]
 
 
-def test_blocks_come_back_in_the_order_in_which_they_became_free() -> None:
-    """What was freed last is overwritten last."""
+def test_what_became_free_last_is_used_again_first() -> None:
+    """Of several freed together, in their order."""
     pool = BlockPool(4)
     pool.allocate(4)
-    pool.free([2, 0])
     pool.free([3])
+    pool.free([2, 0])
     assert pool.allocate(3) == [2, 0, 3]
+
+
+def test_no_more_blocks_are_touched_than_were_held_at_once() -> None:
+    """A light load on a large cache takes little memory, however long it goes on."""
+    pool = BlockPool(1000)
+    touched: set[int] = set()
+    for _ in range(100):
+        several = [pool.allocate(3) or [] for _ in range(4)]
+        touched.update(block for blocks in several for block in blocks)
+        for blocks in several:
+            pool.free(blocks)
+    assert len(touched) == 12
 
 
 def test_a_block_is_free_when_its_last_holder_lets_go() -> None:
