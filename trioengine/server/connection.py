@@ -18,13 +18,13 @@ import attrs
 import trio
 from hypercorn.config import Config as HypercornConfig
 from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import AppWrapper, ConnectionState, TaskGroup
 
 from trioengine.config.server import ServerConfig
 from trioengine.server.handlers import Handlers
 from trioengine.server.http1 import Http1Protocol
+from trioengine.server.http2 import Http2Protocol
 
 RECEIVE_BYTES = 64 * 1024
 WRITE_SLICE_BYTES = 64 * 1024
@@ -64,7 +64,7 @@ class Connection:
         self._config = service.config
         self._transport = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
         self._stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = self._transport
-        self._protocol: Http1Protocol | H2Protocol | None = None
+        self._protocol: Http1Protocol | Http2Protocol | None = None
         self._write_lock = trio.Lock()
         self._num_writes = 0
         self._scope = trio.CancelScope()
@@ -134,9 +134,9 @@ class Connection:
                 await protocol.handle(Closed())
                 handlers_scope.deadline = trio.current_time() + HANDLER_GRACE_S
 
-    def _make_protocol(self, nursery: trio.Nursery) -> Http1Protocol | H2Protocol:
+    def _make_protocol(self, nursery: trio.Nursery) -> Http1Protocol | Http2Protocol:
         is_http2 = isinstance(self._stream, trio.SSLStream) and self._stream.selected_alpn_protocol() == "h2"
-        protocol_class = H2Protocol if is_http2 else Http1Protocol
+        protocol_class = Http2Protocol if is_http2 else Http1Protocol
         return protocol_class(
             self._service.app,
             self._service.hypercorn_config,
@@ -149,7 +149,7 @@ class Connection:
             self._on_protocol_event,
         )
 
-    async def _read(self, protocol: Http1Protocol | H2Protocol) -> None:
+    async def _read(self, protocol: Http1Protocol | Http2Protocol) -> None:
         """Feed the protocol until the client has gone. Cancelled through `_reading`."""
         while not self._is_lost:
             with trio.CancelScope() as self._waiting_for_data:
@@ -157,7 +157,7 @@ class Connection:
             if self._waiting_for_data.cancelled_caught and isinstance(protocol, Http1Protocol):
                 await protocol.resume()
 
-    async def _read_until_lost(self, protocol: Http1Protocol | H2Protocol) -> None:
+    async def _read_until_lost(self, protocol: Http1Protocol | Http2Protocol) -> None:
         while not self._is_lost:
             data = await self._receive()
             if not data:

@@ -299,3 +299,34 @@ async def test_a_client_that_does_not_speak_tls_ends_its_own_connection_only() -
     ):
         await client.send(b"GET / HTTP/1.1\r\n\r\n")
         await client.read_to_end()
+
+
+async def test_an_http2_client_that_takes_nothing_holds_its_handler_back() -> None:
+    """HTTP/2 has flow control of its own: the window is used up, and the handler waits instead of filling memory."""
+    num_sent_bytes = 0
+    ended = trio.Event()
+    piece = bytes(16 * 1024)
+
+    async def write_for_ever(scope, receive, send) -> None:
+        nonlocal num_sent_bytes
+        if scope["type"] != "http":
+            await make_app()(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                num_sent_bytes += len(piece)
+        finally:
+            ended.set()
+
+    tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
+    async with open_server(write_for_ever, ServerConfig(port=0), tls=tls, http2=True) as server:
+        async with open_tls(server.url, alpn=["h2"]) as stream:
+            client = Http2Client(stream)
+            await client.send_headers(1, b"GET", b"/")
+            assert await client.read_status(1) == b"200"
+            await wait_all_tasks_blocked(0.05)
+            # A window of 64 KiB, and what Hypercorn's stream buffer takes: twice 16 KiB and one piece over it.
+            assert len(piece) < num_sent_bytes <= 65536 + 4 * len(piece)
+        await ended.wait()
