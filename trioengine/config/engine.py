@@ -15,6 +15,50 @@ class Quantization(enum.StrEnum):
     INT4 = "int4"
 
 
+class SchedulingPolicy(enum.StrEnum):
+    """Who comes first."""
+
+    FCFS = "fcfs"
+    """Who arrived first."""
+    PRIORITY = "priority"
+    """Who has the lowest priority value; among equals who arrived first."""
+
+
+class SpeculationMethod(enum.StrEnum):
+    """Where drafts come from."""
+
+    NGRAM = "ngram"
+    """What followed the last tokens when they stood in the sequence before (prompt lookup)."""
+    DRAFT_MODEL = "draft_model"
+    """A smaller model."""
+
+
+@attrs.frozen(kw_only=True)
+class SpeculationConfig:
+    """How drafts are made. Names are vLLM's."""
+
+    method: SpeculationMethod = attrs.field(
+        converter=to_member_of(SpeculationMethod), validator=member_of(SpeculationMethod)
+    )
+    num_speculative_tokens: int = attrs.field(validator=integer(1, 64))
+    """The most drafts of a sequence in one step."""
+    model: str | None = attrs.field(default=None, validator=optional(text()))
+    """The draft model, named as `EngineConfig.model`; only for `DRAFT_MODEL`. It has the same vocabulary."""
+    prompt_lookup_min: int = attrs.field(default=2, validator=integer(1, 64))
+    """The fewest last tokens that must be found again."""
+    prompt_lookup_max: int = attrs.field(default=5, validator=integer(1, 64))
+    """The most last tokens that are looked for."""
+
+
+class LogprobsMode(enum.StrEnum):
+    """What the log probabilities that requests ask for are of."""
+
+    RAW_LOGPROBS = "raw_logprobs"
+    """Of the model's distribution."""
+    PROCESSED_LOGPROBS = "processed_logprobs"
+    """Of the distribution that is sampled from: after every rule, temperature, top-k, top-p and min-p."""
+
+
 @attrs.frozen(kw_only=True)
 class EngineConfig:
     """The options of one engine, checked one by one.

@@ -2,10 +2,11 @@
 
 import attrs
 
+from trioengine.config.engine import SchedulingPolicy, SpeculationConfig
 from trioengine.errors import ConfigError
 
 
-def _at_least_one(_: "CoreConfig", attribute: "attrs.Attribute[int]", value: int) -> None:
+def _at_least_one(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
     if value < 1:
         raise ConfigError(f"{attribute.name} must be at least 1, not {value}.", option=attribute.name)
 
@@ -28,3 +29,20 @@ class CoreConfig:
     """Tokens in one KV cache block."""
     vocab_size: int = attrs.field(validator=_at_least_one)
     """Token ids are below this."""
+    max_num_logit_rows: int = attrs.field(default=2**31 - 1, validator=_at_least_one)
+    """The most rows of logits that one step wants. At least `max_num_seqs`; drafts and prompt log probabilities take
+    what is left."""
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    enable_prefix_caching: bool = False
+    """Whether blocks stay findable by their content."""
+    max_num_partial_prefills: int = attrs.field(default=1, validator=_at_least_one)
+    """The most prompts that are in the middle of their computation at once."""
+    max_long_partial_prefills: int = attrs.field(default=1, validator=_at_least_one)
+    """How many of them may be long."""
+    long_prefill_token_threshold: int = 0
+    """Prompts with more tokens are long, and take at most so many in a step; 0 is none."""
+    async_scheduling: bool = False
+    """Whether a step is scheduled while the one before it is computed."""
+    speculation: SpeculationConfig | None = None
+    enable_kv_cache_events: bool = False
+    """Whether what happens to cached blocks is recorded for `GetKVCacheEvents`."""

@@ -54,7 +54,7 @@ class EngineCore:
     """
 
     def __init__(self, config: CoreConfig, executor: Executor, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.kv_cache = KVCacheManager(executor.num_blocks, config.block_size)
+        self.kv_cache = KVCacheManager(executor.kv_cache_groups[0].num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.kv_cache)
         self._config = config
         self._executor = executor

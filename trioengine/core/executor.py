@@ -4,15 +4,40 @@
 until the step in whose `removed` it stands; a preempted sequence is removed and comes back as new.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from trioengine.types.params import SamplingParams
 
 NO_TOKEN = -1
 """In `StepResult.tokens`: this sequence's prompt is not complete, so nothing was sampled."""
+
+
+@attrs.frozen
+class KVCacheGroup:
+    """Layers whose tokens need the same blocks. Most models have one group; those with windows in some layers two.
+
+    Each group has block ids of its own, 0 to `num_blocks - 1`.
+    """
+
+    num_blocks: int
+    window: int | None = None
+    """Each token sees itself and the `window - 1` before it, so blocks behind the window may be used for others. None
+    is all tokens."""
+
+
+@attrs.frozen
+class BlockCopy:
+    """A block's content on its way between the KV cache and the offload store."""
+
+    group: int
+    block_id: int
+    offload_slot: int
+    """Its place in the store: 0 to the store's number of blocks of this group - 1."""
 
 
 @attrs.frozen
@@ -28,6 +53,8 @@ class NewSequence:
     """Unsigned 64 bits; with the position it determines the random numbers of every token."""
     end_token_ids: Sequence[int] = ()
     """Tokens that must not be sampled before `sampling.min_tokens` tokens are generated."""
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    """The last token of one must not be sampled when the others stand before it."""
 
 
 @attrs.define
@@ -35,26 +62,55 @@ class ScheduledSequence:
     """One sequence's part of a step: its next tokens are computed and written to the KV cache.
 
     Tokens `num_computed_tokens` to `num_computed_tokens + num_tokens` are inputs. When that reaches the end of the
-    known tokens, one token is sampled, and the executor appends it to its copy of the sequence. The core changes the
-    same object for the next step once the result is fetched.
+    known tokens, one token is sampled, and the executor appends it to its copy of the sequence. Tokens before
+    `num_computed_tokens` of a new sequence are in the blocks that it is given: others have computed them, at the latest
+    in this same step (keys and values of a layer are stored for all of a step's tokens before any is read).
+
+    With `draft_token_ids` the inputs end with these, behind all known tokens, and after each of the last
+    `1 + len(draft_token_ids)` inputs a token is sampled as always. Drafts are accepted as long as they are what was
+    sampled in their place; the first token that is not, or the one after the last draft, ends what the sequence gets.
+    So drafts change the number of steps, never the tokens.
+
+    The core changes the same object for the next step: an executor that is not done when `submit` returns must have
+    copied what it needs.
     """
 
     sequence_id: int
     num_computed_tokens: int
     num_tokens: int
     new_block_ids: Sequence[int] = ()
-    """Appended to the sequence's block table before the step."""
+    """Appended to the sequence's block table before the step. Of n groups of layers each has its own, block after
+    block: with two groups, a block of the first, its counterpart of the second, the next of the first, and so on; -1
+    stands for one that is behind its group's window already."""
+    draft_token_ids: Sequence[int] = ()
+    """The last of the inputs; `num_tokens` counts them."""
+
+
+@attrs.frozen(eq=False)
+class TokenMasks:
+    """Which tokens may be sampled, where a grammar binds."""
+
+    first_rows: Mapping[int, int]
+    """By index in `StepPlan.scheduled`: the row of `bits` for its first sampled token; one more row for each draft."""
+    bits: NDArray[np.int32]
+    """[num_rows, ceil(vocab_size / 32)]: token t may be sampled where bit `t % 32` of word `t // 32` is set. Valid
+    until the step's result is fetched."""
 
 
 @attrs.frozen
 class StepPlan:
-    """Everything that one step needs. Applied in the order: `removed`, `new`, `scheduled`."""
+    """Everything that one step needs. Applied in the order: `removed`, `saves`, `loads`, `new`, `scheduled`."""
 
     step: int
     scheduled: Sequence[ScheduledSequence]
     new: Sequence[NewSequence] = ()
     removed: Sequence[int] = ()
     """Sequence ids to forget. Their blocks may already belong to others in this same step."""
+    masks: TokenMasks | None = None
+    saves: Sequence[BlockCopy] = ()
+    """Blocks to copy into the offload store, before this step or a load changes them."""
+    loads: Sequence[BlockCopy] = ()
+    """Blocks to fill from the offload store."""
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +127,17 @@ class SequenceFailure:
 
 
 @attrs.frozen
+class TokenLogprobs:
+    """Log probabilities at one token's place: of the token, then of the most likely ones in their order."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Finite."""
+    rank: int
+    """Of the first."""
+
+
+@attrs.frozen
 class StepResult:
     """What one step sampled."""
 
@@ -79,14 +146,39 @@ class StepResult:
     """One per entry of `StepPlan.scheduled`, in its order: the sampled token, or `NO_TOKEN`."""
     failures: Sequence[SequenceFailure] = ()
     """Their entries in `tokens` are `NO_TOKEN`. The core removes them in a later plan."""
+    num_accepted: Mapping[int, int] = attrs.field(factory=dict[int, int])
+    """By index in `StepPlan.scheduled`, for entries with drafts: how many were accepted. They come before the token in
+    `tokens`. Absent is 0."""
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = attrs.field(factory=dict[int, Sequence[TokenLogprobs]])
+    """By index, for sequences that asked for them: one per new token, accepted drafts included."""
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = attrs.field(factory=dict[int, Sequence[TokenLogprobs]])
+    """By index, for sequences that asked for them: of the prompt's tokens that follow this step's inputs."""
+    drafts: Mapping[int, Sequence[int]] = attrs.field(factory=dict[int, Sequence[int]])
+    """By index: what the executor's draft model expects after the new tokens."""
+    failed_loads: Sequence[BlockCopy] = ()
+    """Blocks that could not be filled. What was computed from them is wrong."""
 
 
 class Executor(Protocol):
     """Computes steps. Not thread-safe; called by the core's loop only."""
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache that a plan may name: ids 0 to `num_blocks - 1`."""
+    def kv_cache_groups(self) -> Sequence[KVCacheGroup]:
+        """The groups of layers, at least one, and the blocks that a plan may name."""
+        ...
+
+    @property
+    def num_offload_blocks(self) -> int:
+        """Blocks of each group that the offload store holds; 0 where there is none."""
+        ...
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Return when every rule of these parameters can be kept here: its custom logits processors are known and
+        take their arguments.
+
+        Raises:
+            RequestError: naming the field at fault.
+        """
         ...
 
     def submit(self, plan: StepPlan) -> None:
@@ -94,7 +186,24 @@ class Executor(Protocol):
         ...
 
     def result(self) -> StepResult:
-        """Wait for the oldest step submitted and not yet fetched, and return what it sampled."""
+        """Wait for the oldest step submitted and not yet fetched, and return what it sampled.
+
+        Several may be in flight. A later one's inputs then hold tokens that the core does not know yet: the executor
+        appends what a step samples before it computes the next.
+        """
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give memory back until `wake_up`: level 1 the KV cache's, level 2 the weights' too. No step is in flight, and
+        no sequence is known any more."""
+        ...
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory again for "weights", "kv_cache" or both. Blocks are empty then.
+
+        Raises:
+            TrioEngineError: it cannot be had; the executor still sleeps.
+        """
         ...
 
     def close(self) -> None:

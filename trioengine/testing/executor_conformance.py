@@ -226,7 +226,7 @@ class _Session:
     """Writes plans, in the place of a scheduler: blocks from a list, sequences by hand."""
 
     def __init__(self, executor: Executor, block_size: int) -> None:
-        self.free_block_ids = list(range(executor.num_blocks))
+        self.free_block_ids = list(range(executor.kv_cache_groups[0].num_blocks))
         self._executor = executor
         self._block_size = block_size
         self._live: dict[int, _Live] = {}

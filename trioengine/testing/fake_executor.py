@@ -13,12 +13,14 @@ import attrs
 
 from trioengine.core.executor import (
     NO_TOKEN,
+    KVCacheGroup,
     NewSequence,
     ScheduledSequence,
     SequenceFailure,
     StepPlan,
     StepResult,
 )
+from trioengine.types.params import SamplingParams
 
 _MASK = 2**64 - 1
 _NOTHING_WRITTEN = -1
@@ -89,9 +91,23 @@ class FakeExecutor:
         self._is_closed = False
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the imitated KV cache."""
-        return self._num_blocks
+    def kv_cache_groups(self) -> Sequence[KVCacheGroup]:
+        """One: all layers."""
+        return (KVCacheGroup(self._num_blocks),)
+
+    @property
+    def num_offload_blocks(self) -> int:
+        """None."""
+        return 0
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """As `Executor.check_sampling`."""
+
+    def sleep(self, level: int) -> None:
+        """As `Executor.sleep`."""
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """As `Executor.wake_up`."""
 
     @property
     def sequence_ids(self) -> set[int]:

@@ -59,6 +59,14 @@ class EngineCoreRequest:
     """Unsigned 64 bits: the request's own, or drawn."""
     eos_token_ids: tuple[int, ...] = ()
     """The model's end tokens; empty with `ignore_eos`."""
+    priority: int = 0
+    """Lower values come first, where the core's policy is priority."""
+    cache_salt: str | None = None
+    """Part of the hash of the prompt's first block."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Every tokenization of the sampling's `bad_words`: the last token of one is not sampled after its others."""
+    reasoning_ended: bool | None = None
+    """As `GenerateRequest.reasoning_ended`."""
 
 
 @attrs.frozen
@@ -154,6 +162,26 @@ class Finished:
 
 
 @attrs.frozen
+class LogprobColumns:
+    """Log probabilities of tokens, in columns: an entry for each token at whose place they were asked for.
+
+    Entries of one slot are in the order of its tokens. An entry has `counts[i]` pairs of token id and log probability:
+    the chosen token's first, then the most likely ones' in their order (so rank i is theirs, except where they equal).
+    """
+
+    slots: bytes
+    """int32, one per entry."""
+    counts: bytes
+    """int32, one per entry, at least 1."""
+    ranks: bytes
+    """int32, one per entry: the chosen token's rank."""
+    token_ids: bytes
+    """int32, one per pair."""
+    logprobs: bytes
+    """float32, one per pair."""
+
+
+@attrs.frozen
 class StepOutput:
     """What one or more steps generated for one front end, in columns."""
 
@@ -169,6 +197,14 @@ class StepOutput:
     counts: bytes = b""
     """int32: tokens of each row; empty when every row has one."""
     finished: tuple[Finished, ...] = ()
+    logprobs: LogprobColumns | None = None
+    """Of the tokens of those rows whose requests asked for them: an entry per token."""
+    prompt_logprobs: LogprobColumns | None = None
+    """Of prompts, from their second token on, in parts as they are computed. All parts come before or with the first
+    token of the answer; they may come with no row."""
+    cached_tokens: bytes = b""
+    """int32 pairs: a slot, and how many tokens of its prompt were found in the prefix cache. Comes with or before the
+    slot's first row, once; absent where it is 0."""
 
 
 @attrs.frozen

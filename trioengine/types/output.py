@@ -17,6 +17,29 @@ class FinishReason(enum.StrEnum):
 
 
 @attrs.frozen
+class Logprob:
+    """One token's log probability at one place."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm, finite: -9999.0 stands for probability 0."""
+    rank: int
+    """1 is the most likely token; equals share the best place."""
+    token_bytes: bytes
+    """The token's own bytes, which may be a part of a character."""
+
+
+@attrs.frozen
+class PositionLogprobs:
+    """Log probabilities at one place of prompt or answer."""
+
+    chosen: Logprob
+    """Of the token that stands there."""
+    top: tuple[Logprob, ...]
+    """The most likely tokens, as many as were asked for, the most likely first. The chosen one may be among them."""
+
+
+@attrs.frozen
 class CompletionOutput:
     """One choice of a request: its text and tokens, whole or new ones as `RequestOutputKind` says."""
 
@@ -26,6 +49,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token's id or the stop string; None for the model's own end token and for other reasons."""
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    """One for each of `token_ids`; None where none were asked for."""
 
 
 @attrs.frozen
@@ -38,3 +63,8 @@ class RequestOutput:
     finished: bool
     num_generated_tokens: int
     """Tokens generated so far, over all choices, those of stops included: the usage's completion tokens."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were found in the prefix cache."""
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    """One for each token of the prompt, None for the first; in the first output that has tokens or the ending, and in
+    every one for CUMULATIVE. None where none were asked for."""

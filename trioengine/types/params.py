@@ -5,6 +5,7 @@ Rules that need no model are checked by `validate`; those that need the vocabula
 """
 
 import enum
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
@@ -12,6 +13,7 @@ from typing import Any, get_args, get_origin
 import attrs
 
 from trioengine.errors import RequestError
+from trioengine.types.structured import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 4096
@@ -33,6 +35,18 @@ def _stop_tuple(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _optional_tuple(values: "Iterable[int] | None") -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _processor_arguments(
+    processors: "Mapping[str, str | Mapping[str, object]] | None",
+) -> Mapping[str, str] | None:
+    if processors is None:
+        return None
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in processors.items()}
 
 
 @attrs.frozen
@@ -75,6 +89,19 @@ class SamplingParams:
     """False leaves `text` empty; stop strings then have no effect and are refused."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What one output of the stream holds."""
+    allowed_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_optional_tuple)
+    """Only these tokens are ever sampled; None is all."""
+    bad_words: tuple[str, ...] = attrs.field(default=(), converter=_stop_tuple)
+    """Texts that the answer must not have, in any tokenization: the token that would complete one is not sampled."""
+    logprobs: int | None = None
+    """For each token of the answer its log probability and those of this many most likely ones; 0 is its own only, -1
+    the whole vocabulary's, None none."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form of the answer; None is free."""
+    logits_processors: Mapping[str, str] | None = attrs.field(default=None, converter=_processor_arguments)
+    """Custom rules by the name of their entry point, each with its arguments: a mapping, kept as JSON."""
 
     @property
     def is_greedy(self) -> bool:

@@ -54,3 +54,10 @@ class GenerateRequest:
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     request_id: str | None = None
     """The caller's name for it, in logs and outputs; need not be unique. None draws one."""
+    priority: int = 0
+    """Lower values come first, where the engine's `scheduling_policy` is "priority"."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    reasoning_ended: bool | None = None
+    """Whether `structured_outputs` binds from the first token on, where the engine has a reasoning parser; None lets
+    the prompt decide."""

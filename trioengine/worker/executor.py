@@ -1,8 +1,10 @@
 """`LocalExecutor`: the `core.executor.Executor` that computes in this process, on the CPU."""
 
 from collections import deque
+from collections.abc import Sequence
 
-from trioengine.core.executor import StepPlan, StepResult
+from trioengine.core.executor import KVCacheGroup, StepPlan, StepResult
+from trioengine.types.params import SamplingParams
 from trioengine.worker.backend import Backend
 from trioengine.worker.model_runner import ModelRunner
 
@@ -16,9 +18,23 @@ class LocalExecutor:
         self._results: deque[StepResult] = deque()
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
-        return self._num_blocks
+    def kv_cache_groups(self) -> Sequence[KVCacheGroup]:
+        """One: all layers."""
+        return (KVCacheGroup(self._num_blocks),)
+
+    @property
+    def num_offload_blocks(self) -> int:
+        """None."""
+        return 0
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """As `Executor.check_sampling`."""
+
+    def sleep(self, level: int) -> None:
+        """As `Executor.sleep`."""
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """As `Executor.wake_up`."""
 
     def submit(self, plan: StepPlan) -> None:
         """Compute a step."""

@@ -62,7 +62,7 @@ def test_an_executor_loads_and_computes(location: ModelLocation, computer: Compu
     executor = load_executor(open_checkpoint(location), CONFIG, computer, report=fractions.append)
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
-    assert executor.num_blocks == 8
+    assert executor.kv_cache_groups[0].num_blocks == 8
     executor.submit(
         StepPlan(0, [ScheduledSequence(3, 0, 2, [5])], [NewSequence(3, [1, 2], 2, SamplingParams(), seed=0)])
     )
