@@ -168,6 +168,8 @@ def _parse(body: bytes, request_class: type[T], neutral: Mapping[str, Sequence[o
     for name in neutral.keys() & fields.keys():
         if not any(_is_same_json(fields[name], value) for value in neutral[name]):
             raise RequestError(f"{name} is not supported by this server.", param=name)
+        # It asks for nothing, and may have another form here than in `SamplingParams`.
+        del fields[name]
     n = fields.get("n", 1)
     if type(n) is int and n != 1:
         problem = "n must be at least 1" if n < 1 else "n must be 1: this server gives one answer to a request"
