@@ -65,9 +65,9 @@ def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:  # py
     # Left out, an option leaves no trace, so that defaults stay where the section has them.
     flag, nothing = flag_of(option.name), argparse.SUPPRESS
     if option.kind is bool:
-        group.add_argument(flag, action="store_true", default=nothing, help=_help(option))
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=nothing, help=_help(option))
     else:
-        metavar = "|".join(option.choices) or METAVARS[option.kind]
+        metavar = "JSON" if option.is_section else "|".join(option.choices) or METAVARS[option.kind]
         choices = option.choices or None
         group.add_argument(
             flag, type=option.kind, metavar=metavar, choices=choices, default=nothing, help=_help(option)
@@ -76,4 +76,6 @@ def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:  # py
 
 def _help(option: Option) -> str:
     text = option.help.replace("%", "%%")
-    return text if option.default is None or option.kind is bool else f"{text} Default: {option.default}."
+    if option.default is None or option.default is False:
+        return text
+    return f"{text} Default: {'on' if option.default is True else option.default}."

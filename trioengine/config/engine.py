@@ -1,11 +1,23 @@
 """`EngineConfig`: what a user may decide about an engine. None means that `config.resolve` derives the value."""
 
 import enum
+from typing import Any
 
 import attrs
 from attrs.validators import optional
 
-from trioengine.config.options import documented, integer, member_of, number, text, to_member_of
+from trioengine.config.options import (
+    documented,
+    flag,
+    integer,
+    member_of,
+    number,
+    section_of,
+    text,
+    to_member_of,
+    to_section,
+)
+from trioengine.errors import ConfigError
 
 
 class Quantization(enum.StrEnum):
@@ -33,20 +45,38 @@ class SpeculationMethod(enum.StrEnum):
     """A smaller model."""
 
 
+def _is_needed_by_draft_model(speculation: "SpeculationConfig", _: object, model: str | None) -> None:
+    if (model is None) is (speculation.method is SpeculationMethod.DRAFT_MODEL):
+        problem = "is needed" if model is None else "is only"
+        raise ConfigError(f'model {problem} for the method "draft_model".', option="model")
+
+
+def _is_at_least_the_minimum(speculation: "SpeculationConfig", _: object, value: int) -> None:
+    if value < speculation.prompt_lookup_min:
+        raise ConfigError(
+            f"prompt_lookup_max ({value}) is less than prompt_lookup_min ({speculation.prompt_lookup_min}).",
+            option="prompt_lookup_max",
+        )
+
+
 @attrs.frozen(kw_only=True)
 class SpeculationConfig:
-    """How drafts are made. Names are vLLM's."""
+    """How drafts are made. Names are vLLM's.
+
+    Raises:
+        ConfigError: a value cannot work. `option` is its name.
+    """
 
     method: SpeculationMethod = attrs.field(
         converter=to_member_of(SpeculationMethod), validator=member_of(SpeculationMethod)
     )
     num_speculative_tokens: int = attrs.field(validator=integer(1, 64))
     """The most drafts of a sequence in one step."""
-    model: str | None = attrs.field(default=None, validator=optional(text()))
+    model: str | None = attrs.field(default=None, validator=[optional(text()), _is_needed_by_draft_model])
     """The draft model, named as `EngineConfig.model`; only for `DRAFT_MODEL`. It has the same vocabulary."""
     prompt_lookup_min: int = attrs.field(default=2, validator=integer(1, 64))
     """The fewest last tokens that must be found again."""
-    prompt_lookup_max: int = attrs.field(default=5, validator=integer(1, 64))
+    prompt_lookup_max: int = attrs.field(default=5, validator=[integer(1, 64), _is_at_least_the_minimum])
     """The most last tokens that are looked for."""
 
 
@@ -57,6 +87,20 @@ class LogprobsMode(enum.StrEnum):
     """Of the model's distribution."""
     PROCESSED_LOGPROBS = "processed_logprobs"
     """Of the distribution that is sampled from: after every rule, temperature, top-k, top-p and min-p."""
+
+
+class ReasoningParser(enum.StrEnum):
+    """How a model marks its reasoning, which a grammar does not bind."""
+
+    DEEPSEEK_R1 = "deepseek_r1"
+    """`<think>` and `</think>`; a chat template may write the first."""
+    QWEN3 = "qwen3"
+    """The same, where reasoning may also be switched off."""
+
+
+def _needs_offload_bytes(config: "EngineConfig", field: "attrs.Attribute[Any]", path: str | None) -> None:
+    if path is not None and config.kv_offload_bytes is None:
+        raise ConfigError(f"{field.name} needs kv_offload_bytes, the most that is kept there.", option=field.name)
 
 
 @attrs.frozen(kw_only=True)
@@ -118,6 +162,88 @@ class EngineConfig:
         metadata=documented(
             "The most tokens, of prompts and answers together, in one step. Unset keeps a step near 300 ms, so that"
             " a cancelled request is felt soon."
+        ),
+    )
+    scheduling_policy: SchedulingPolicy = attrs.field(
+        default=SchedulingPolicy.FCFS,
+        converter=to_member_of(SchedulingPolicy),
+        validator=member_of(SchedulingPolicy),
+        metadata=documented(
+            "Who comes first: who arrived first, or who has the lowest priority value. Priority also takes the place of"
+            " less important requests that run already."
+        ),
+    )
+    max_num_partial_prefills: int = attrs.field(
+        default=1,
+        validator=integer(1),
+        metadata=documented("The most prompts that are in the middle of their computation at once."),
+    )
+    max_long_partial_prefills: int = attrs.field(
+        default=1,
+        validator=integer(1),
+        metadata=documented("How many of these may be longer than long_prefill_token_threshold."),
+    )
+    long_prefill_token_threshold: int = attrs.field(
+        default=0,
+        validator=integer(0),
+        metadata=documented("Prompts with more tokens are long, and take at most so many in a step. 0 is no limit."),
+    )
+    async_scheduling: bool | None = attrs.field(
+        default=None,
+        validator=optional(flag()),
+        metadata=documented("Schedule a step while the one before it is computed. Unset is where that helps."),
+    )
+    enable_prefix_caching: bool = attrs.field(
+        default=True,
+        validator=flag(),
+        metadata=documented("Keep what was computed for a prompt, for later prompts that begin with the same tokens."),
+    )
+    enable_kv_cache_events: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented("Record which blocks are cached and evicted, for whoever asks the core for these events."),
+    )
+    kv_offload_bytes: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(1)),
+        metadata=documented(
+            "Keep cached prefixes that the KV cache has no room for, up to so many bytes. Unset is off."
+        ),
+    )
+    kv_offload_path: str | None = attrs.field(
+        default=None,
+        validator=[optional(text()), _needs_offload_bytes],
+        metadata=documented("The folder in which they are kept. Unset is this machine's memory."),
+    )
+    speculative_config: SpeculationConfig | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(to_section(SpeculationConfig)),
+        validator=optional(section_of(SpeculationConfig)),
+        metadata=documented(
+            'Guess several tokens and check them in one step, for example {"method": "ngram",'
+            ' "num_speculative_tokens": 4}. The other method is "draft_model", which needs "model". Unset is off.'
+        ),
+    )
+    max_logprobs: int = attrs.field(
+        default=20,
+        validator=integer(-1),
+        metadata=documented("The most log probabilities for each token that a request may ask for. -1 is no limit."),
+    )
+    logprobs_mode: LogprobsMode = attrs.field(
+        default=LogprobsMode.RAW_LOGPROBS,
+        converter=to_member_of(LogprobsMode),
+        validator=member_of(LogprobsMode),
+        metadata=documented(
+            "What log probabilities are of: the model's own distribution, or the one that is sampled from, after every"
+            " rule and the temperature."
+        ),
+    )
+    reasoning_parser: ReasoningParser | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(to_member_of(ReasoningParser)),
+        validator=optional(member_of(ReasoningParser)),
+        metadata=documented(
+            "How the model marks its reasoning. Structured outputs bind after it. Unset is no reasoning."
         ),
     )
     cpu_threads: int | None = attrs.field(

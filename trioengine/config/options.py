@@ -5,6 +5,7 @@ that name, type, default, meaning and limits of an option have one home. Knows n
 """
 
 import enum
+import json
 import math
 import types
 import typing
@@ -35,6 +36,8 @@ class Option:
     help: str
     choices: Sequence[str] = ()
     """The only values; none where any of the kind may do."""
+    is_section: bool = False
+    """Whether it is a section of its own, written as a JSON object."""
 
 
 def documented(help_text: str) -> Mapping[str, str]:
@@ -48,31 +51,30 @@ def options_of(section: type[attrs.AttrsInstance]) -> Iterator[Option]:
     for field in attrs.fields(section):
         kind = _kind(hints[field.name])
         choices = [str(member.value) for member in kind] if issubclass(kind, enum.StrEnum) else []
+        is_section = attrs.has(kind)
         yield Option(
             name=field.name,
-            kind=str if choices else kind,
+            kind=str if choices or is_section else kind,
             default=field.default,
             help=field.metadata.get(_HELP, ""),
             choices=choices,
+            is_section=is_section,
         )
 
 
-def to_dict(section: attrs.AttrsInstance) -> dict[str, OptionValue]:
-    """A section as plain data, for another process."""
-    values = {field.name: getattr(section, field.name) for field in attrs.fields(type(section))}
-    return {name: value.value if isinstance(value, enum.StrEnum) else value for name, value in values.items()}
-
-
 def from_dict(section: type[Section], values: Mapping[str, object]) -> Section:
-    """The section that `to_dict` was given; fields left out have their defaults.
+    """The section with these values; fields left out have their defaults.
 
     Raises:
-        ConfigError: a name is unknown, or a value cannot work. `option` is its name.
+        ConfigError: a name is unknown or missing, or a value cannot work. `option` is its name.
     """
-    known = {option.name for option in options_of(section)}
+    fields = {field.name: field for field in attrs.fields(section)}
     for name in values:
-        if name not in known:
+        if name not in fields:
             raise ConfigError(f"There is no option {name!r}.", option=name)
+    for name, field in fields.items():
+        if field.default is attrs.NOTHING and name not in values:
+            raise ConfigError(f"{name} is required.", option=name)
     return section(**cast("dict[str, Any]", dict(values)))
 
 
@@ -116,6 +118,39 @@ def to_member_of(choices: type[Member]) -> Callable[[Any], Member]:
     return convert
 
 
+def section_of(section: type[attrs.AttrsInstance]) -> Validator:
+    """A validator: a section. For a field whose converter is `to_section` of the same."""
+
+    def check(_: object, field: "attrs.Attribute[Any]", value: object) -> None:
+        if not isinstance(value, section):
+            raise ConfigError(f"{field.name} must be a JSON object, not {value!r}.", option=field.name)
+
+    return check
+
+
+def to_section(section: type[Section]) -> Callable[[Any], Section]:
+    """A converter: the section that a mapping, or a JSON object's text, describes. Others are left to the validator.
+
+    Raises:
+        ConfigError: what `from_dict` raises; or the text is no JSON.
+    """
+
+    def convert(value: Any, field: "attrs.Attribute[Any]") -> Any:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"{field.name} is no JSON: {error}.", option=field.name) from None
+        if not isinstance(value, Mapping):
+            return value
+        try:
+            return from_dict(section, cast("Mapping[str, object]", value))
+        except ConfigError as error:
+            raise ConfigError(f"{field.name}: {error.message}", option=field.name) from None
+
+    return cast("Callable[[Any], Section]", attrs.Converter(convert, takes_field=True))
+
+
 def flag() -> Validator:
     """A validator: True or False."""
 
@@ -145,6 +180,6 @@ def _kind(hint: Any) -> type[Any]:
     """`int` of `int | None`."""
     if isinstance(hint, types.UnionType):
         (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
-    if hint not in (str, int, float, bool) and not issubclass(hint, enum.StrEnum):
+    if hint not in (str, int, float, bool) and not issubclass(hint, enum.StrEnum) and not attrs.has(hint):
         raise TypeError(f"{hint} is no type of an option")
     return hint

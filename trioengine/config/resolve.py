@@ -50,6 +50,7 @@ class ResolvedConfig:
     cpu_threads: int
     reasons: Mapping[str, str]
     """For each derived number its value and why: `{"cpu_threads": "2: one for each processor"}`."""
+    async_scheduling: bool = False
 
 
 def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) -> ResolvedConfig:
@@ -73,6 +74,7 @@ def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) ->
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
         cpu_threads=cpu_threads,
+        async_scheduling=_async_scheduling(config, reasons),
         reasons=reasons,
     )
 
@@ -127,6 +129,14 @@ def _max_num_seqs(config: EngineConfig, max_num_batched_tokens: int, reasons: di
         " sequence gets a token in each"
     )
     return max_num_batched_tokens
+
+
+def _async_scheduling(config: EngineConfig, reasons: dict[str, str]) -> bool:
+    if config.async_scheduling is not None:
+        reasons["async_scheduling"] = f"{config.async_scheduling}: as set"
+        return config.async_scheduling
+    reasons["async_scheduling"] = "False: on a CPU, scheduling ahead takes the processors' time from the step that runs"
+    return False
 
 
 def _num_kv_blocks(

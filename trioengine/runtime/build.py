@@ -51,17 +51,25 @@ def build_engine_core(
         quantization=config.quantization,
         report=lambda fraction: progress("loading the weights", fraction),
     )
-    core = EngineCore(_core_config(resolved, model), executor)
-    facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids)
+    core = EngineCore(_core_config(config, resolved, model), executor)
+    facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids, config.max_logprobs)
     ready = Ready(facts, resolved.num_kv_blocks, resolved.block_size, dict(resolved.reasons))
     return BuiltCore(core, ready, close=executor.close)
 
 
-def _core_config(resolved: ResolvedConfig, model: ModelConfig) -> CoreConfig:
+def _core_config(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig) -> CoreConfig:
     return CoreConfig(
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_model_len=resolved.max_model_len,
         block_size=resolved.block_size,
         vocab_size=model.vocab_size,
+        scheduling_policy=config.scheduling_policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_num_partial_prefills=config.max_num_partial_prefills,
+        max_long_partial_prefills=config.max_long_partial_prefills,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        async_scheduling=resolved.async_scheduling,
+        speculation=config.speculative_config,
+        enable_kv_cache_events=config.enable_kv_cache_events,
     )

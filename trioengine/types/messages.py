@@ -136,6 +136,8 @@ class ModelFacts:
     """The most tokens of prompt and answer together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_logprobs: int = -1
+    """The most log probabilities for each token that a request may ask for; -1 is no limit."""
 
 
 @attrs.frozen

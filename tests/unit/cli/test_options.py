@@ -6,6 +6,7 @@ import pytest
 
 from trioengine.cli.options import add_engine_options, add_section, engine_config_from, flag_of, section_from
 from trioengine.config import EngineConfig, ServerConfig
+from trioengine.config.engine import SpeculationConfig, SpeculationMethod
 from trioengine.config.options import options_of
 from trioengine.errors import ConfigError
 
@@ -26,6 +27,19 @@ def test_given_values_arrive_with_their_types() -> None:
     arguments = parse("--max-num-seqs", "3", "--step-timeout-s", "1.5", "--strict", "--host", "::1")
     assert engine_config_from(arguments) == EngineConfig(max_num_seqs=3, step_timeout_s=1.5)
     assert section_from(arguments, ServerConfig) == ServerConfig(host="::1", strict=True)
+
+
+def test_what_may_be_on_or_off_has_a_flag_for_both() -> None:
+    assert not engine_config_from(parse("--no-enable-prefix-caching")).enable_prefix_caching
+    assert engine_config_from(parse("--enable-prefix-caching")) == EngineConfig()
+    assert engine_config_from(parse("--async-scheduling")).async_scheduling is True
+    assert engine_config_from(parse("--no-async-scheduling")).async_scheduling is False
+
+
+def test_a_section_in_a_section_is_json() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 4}'
+    speculation = SpeculationConfig(method=SpeculationMethod.NGRAM, num_speculative_tokens=4)
+    assert engine_config_from(parse("--speculative-config", text)) == EngineConfig(speculative_config=speculation)
 
 
 def test_the_model_is_an_argument_or_an_option() -> None:

@@ -135,4 +135,13 @@ def test_whatever_is_asked_the_numbers_fit_each_other_or_are_refused(
         "max_num_batched_tokens",
         "max_num_seqs",
         "num_kv_blocks",
+        "async_scheduling",
     }
+
+
+def test_steps_are_scheduled_ahead_where_asked_for() -> None:
+    """Not by itself on a CPU, which has nothing to spare while a step runs."""
+    by_itself = resolve(EngineConfig(), SMOLLM2_135M, TWO_CORES)
+    assert not by_itself.async_scheduling
+    assert "CPU" in by_itself.reasons["async_scheduling"]
+    assert resolve(EngineConfig(async_scheduling=True), SMOLLM2_135M, TWO_CORES).async_scheduling

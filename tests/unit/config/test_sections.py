@@ -1,14 +1,25 @@
 """The sections: defaults, checks that name the option, and the way to another process and back."""
 
+import json
 import math
 
 import attrs
 import pytest
 
 from trioengine.config import EngineConfig, ServerConfig
-from trioengine.config.engine import Quantization
-from trioengine.config.options import from_dict, options_of, to_dict
+from trioengine.config.engine import (
+    LogprobsMode,
+    Quantization,
+    ReasoningParser,
+    SchedulingPolicy,
+    SpeculationConfig,
+    SpeculationMethod,
+)
+from trioengine.config.options import from_dict, options_of
 from trioengine.errors import ConfigError
+from trioengine.types.codec import make_strict_converter
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +45,28 @@ from trioengine.errors import ConfigError
         ("step_timeout_s", math.nan),
         ("startup_timeout_s", math.inf),
         ("core_stop_timeout_s", -1),
+        ("scheduling_policy", "lifo"),
+        ("max_num_partial_prefills", 0),
+        ("long_prefill_token_threshold", -1),
+        ("async_scheduling", 1),
+        ("enable_prefix_caching", None),
+        ("kv_offload_bytes", 0),
+        ("kv_offload_path", "/without/a/size"),
+        ("max_logprobs", -2),
+        ("logprobs_mode", "raw_logits"),
+        ("reasoning_parser", "unknown"),
+        ("speculative_config", ""),
+        ("speculative_config", "{"),
+        ("speculative_config", "[]"),
+        ("speculative_config", 3),
+        ("speculative_config", {}),
+        ("speculative_config", {"method": "ngram"}),
+        ("speculative_config", NGRAM | {"method": "eagle"}),
+        ("speculative_config", NGRAM | {"num_speculative_tokens": 0}),
+        ("speculative_config", NGRAM | {"unknown": 1}),
+        ("speculative_config", NGRAM | {"model": "some.gguf"}),
+        ("speculative_config", NGRAM | {"method": "draft_model"}),
+        ("speculative_config", NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_option(name: str, value: object) -> None:
@@ -61,14 +94,31 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "section",
     [
-        EngineConfig(model="some/model", max_num_seqs=3, step_timeout_s=2, quantization=Quantization.INT8),
+        EngineConfig(),
+        EngineConfig(
+            model="some/model",
+            max_num_seqs=3,
+            step_timeout_s=2,
+            quantization=Quantization.INT8,
+            scheduling_policy=SchedulingPolicy.PRIORITY,
+            async_scheduling=False,
+            enable_prefix_caching=False,
+            kv_offload_bytes=1 << 30,
+            kv_offload_path="/some/folder",
+            speculative_config=SpeculationConfig(
+                method=SpeculationMethod.DRAFT_MODEL, num_speculative_tokens=3, model="small"
+            ),
+            logprobs_mode=LogprobsMode.PROCESSED_LOGPROBS,
+            reasoning_parser=ReasoningParser.QWEN3,
+        ),
         ServerConfig(port=0, strict=True),
     ],
 )
 def test_a_section_comes_back_from_plain_data_as_it_was(section: EngineConfig | ServerConfig) -> None:
-    values = to_dict(section)
-    assert all(value is None or type(value) in (str, int, float, bool) for value in values.values())
-    assert from_dict(type(section), values) == section
+    """On its way to a core process."""
+    converter = make_strict_converter(forbid_extra_keys=True)
+    plain = json.loads(json.dumps(converter.unstructure(section)))
+    assert converter.structure(plain, type(section)) == section
 
 
 def test_a_section_is_frozen() -> None:
@@ -83,7 +133,20 @@ def test_options_tell_type_and_default_of_each_field() -> None:
     assert (options["step_timeout_s"].kind, options["step_timeout_s"].default) == (float, 120.0)
     assert (options["model"].kind, options["model"].default) == (str, None)
     assert (options["quantization"].kind, options["quantization"].choices) == (str, ["int8", "int4"])
+    assert (options["async_scheduling"].kind, options["async_scheduling"].default) == (bool, None)
+    assert options["speculative_config"].is_section
 
 
 def test_a_choice_may_be_named_by_its_text() -> None:
     assert from_dict(EngineConfig, {"quantization": "int4"}) == EngineConfig(quantization=Quantization.INT4)
+
+
+@pytest.mark.parametrize("value", [NGRAM, json.dumps(NGRAM)], ids=["mapping", "text"])
+def test_a_section_in_a_section_is_a_mapping_or_json(value: object) -> None:
+    expected = SpeculationConfig(method=SpeculationMethod.NGRAM, num_speculative_tokens=4)
+    assert from_dict(EngineConfig, {"speculative_config": value}) == EngineConfig(speculative_config=expected)
+
+
+def test_an_error_in_an_inner_section_names_both_options() -> None:
+    with pytest.raises(ConfigError, match=r"speculative_config: num_speculative_tokens is required"):
+        from_dict(EngineConfig, {"speculative_config": {"method": "ngram"}})
