@@ -84,6 +84,9 @@ class ScheduledSequence:
     stands for one that is behind its group's window already."""
     draft_token_ids: Sequence[int] = ()
     """The last of the inputs; `num_tokens` counts them."""
+    max_new_drafts: int = 0
+    """The most tokens that the executor's draft model, if it has one, drafts after what this step samples. The
+    sequence's blocks have room for so many tokens behind its inputs."""
 
 
 @attrs.frozen(eq=False)
