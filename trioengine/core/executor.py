@@ -158,6 +158,8 @@ class StepResult:
     """By index, for sequences that asked for them: of the prompt's tokens that follow this step's inputs."""
     drafts: Mapping[int, Sequence[int]] = attrs.field(factory=dict[int, Sequence[int]])
     """By index: what the executor's draft model expects after the new tokens."""
+    draft_seconds: float = 0.0
+    """Of the step's time, what the draft model took."""
     failed_loads: Sequence[BlockCopy] = ()
     """Blocks that could not be filled. What was computed from them is wrong."""
 
