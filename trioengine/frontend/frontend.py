@@ -95,6 +95,9 @@ class Frontend:
             sampling=processed.sampling,
             seed=processed.seed,
             eos_token_ids=processed.eos_token_ids,
+            priority=processed.priority,
+            cache_salt=processed.cache_salt,
+            reasoning_ended=processed.reasoning_ended,
         )
         return AddedRequest(message, state)
 

@@ -3,6 +3,7 @@
 import random
 import secrets
 from collections.abc import Sequence
+from types import NoneType
 
 import attrs
 
@@ -13,6 +14,7 @@ from trioengine.types.messages import ModelFacts
 from trioengine.types.params import SamplingParams, check_text
 from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
 
+MAX_CACHE_SALT_CHARS = 256
 LONG_PROMPT_CHARS = 16_384
 """Longer prompts take over 5 ms to tokenize, which an event loop should not wait for."""
 
@@ -30,6 +32,9 @@ class ProcessedRequest:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer = attrs.field(repr=False)
     """Turns its tokens into text."""
+    priority: int = 0
+    cache_salt: str | None = attrs.field(default=None, repr=False)
+    reasoning_ended: bool | None = None
     warnings: tuple[str, ...] = ()
     """What was changed to make the request fit, for the caller to be told."""
 
@@ -49,16 +54,16 @@ class InputProcessor:
             PromptTooLongError: the context has no room for one more token.
         """
         request.sampling.validate()
-        if request.request_id is not None:
-            check_text(request.request_id, "request_id")
+        _check_request(request)
         self._check_token_ids(request.sampling)
+        self._check_logprobs(request.sampling)
         prompt_token_ids = self._prompt_token_ids(request)
         if not prompt_token_ids:
             raise RequestError(
                 "The prompt is empty: this model needs at least one token to start from.", param="prompt"
             )
         num_left = self.model.max_model_len - len(prompt_token_ids)
-        if num_left < 1:
+        if num_left < (request.sampling.max_tokens != 0):
             raise PromptTooLongError(
                 num_prompt_tokens=len(prompt_token_ids), max_model_len=self.model.max_model_len, param=_param(request)
             )
@@ -71,6 +76,9 @@ class InputProcessor:
             seed=seed,
             eos_token_ids=() if sampling.ignore_eos else self._end_token_ids(),
             tokenizer=self.tokenizer,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            reasoning_ended=request.reasoning_ended,
             warnings=warnings,
         )
 
@@ -121,12 +129,39 @@ class InputProcessor:
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         for position, token_id in enumerate(sampling.stop_token_ids):
             self._check_in_vocabulary(token_id, f"stop_token_ids[{position}]")
+        for position, token_id in enumerate(sampling.allowed_token_ids or ()):
+            self._check_in_vocabulary(token_id, f"allowed_token_ids[{position}]")
         for token_id in sampling.logit_bias or ():
             self._check_in_vocabulary(token_id, f"logit_bias[{token_id}]")
 
     def _check_in_vocabulary(self, token_id: int, param: str) -> None:
         if not 0 <= token_id < self.model.vocab_size:
             raise RequestError(f"{token_id} is no token id: the last is {self.model.vocab_size - 1}.", param=param)
+
+    def _check_logprobs(self, sampling: SamplingParams) -> None:
+        vocab_size, limit = self.model.vocab_size, self.model.max_logprobs
+        for name, wanted in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+            num_wanted = vocab_size if wanted == -1 else wanted or 0
+            if num_wanted > (vocab_size if limit == -1 else limit):
+                raise RequestError(
+                    f"Requested {name} of {wanted}, which is greater than max allowed: "
+                    f"{vocab_size if limit == -1 else limit}.",
+                    param=name,
+                )
+
+
+def _check_request(request: GenerateRequest) -> None:
+    """Check what belongs to the request itself, and needs no model."""
+    if request.request_id is not None:
+        check_text(request.request_id, "request_id")
+    if type(request.priority) is not int or not -(2**31) <= request.priority < 2**31:
+        raise RequestError("priority must be an integer of 32 bits.", param="priority")
+    if request.cache_salt is not None:
+        check_text(request.cache_salt, "cache_salt")
+        if not 0 < len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
+            raise RequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt")
+    if type(request.reasoning_ended) not in (bool, NoneType):
+        raise RequestError("reasoning_ended must be True, False or None.", param="reasoning_ended")
 
 
 def _fit_max_tokens(sampling: SamplingParams, num_left: int) -> tuple[SamplingParams, tuple[str, ...]]:

@@ -18,6 +18,11 @@ from trioengine.types.structured import StructuredOutputsParams
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 4096
 MAX_TOP_K = 2**31 - 1
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_LOGITS_PROCESSORS = 16
+MAX_LOGITS_PROCESSOR_CHARS = 64 * 1024
+"""Of one processor's arguments, as JSON."""
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -37,16 +42,24 @@ def _stop_tuple(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _optional_tuple(values: "Iterable[int] | None") -> tuple[int, ...] | None:
+def _optional_tuple(values: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(values)
 
 
-def _processor_arguments(
-    processors: "Mapping[str, str | Mapping[str, object]] | None",
-) -> Mapping[str, str] | None:
-    if processors is None:
-        return None
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in processors.items()}
+def _processor_arguments(processors: Mapping[str, str | Mapping[str, object]] | None) -> Mapping[str, str] | None:
+    """Arguments as JSON; what is no JSON is left to `validate`."""
+    if not isinstance(processors, Mapping):
+        return processors
+    return {name: _json(value) for name, value in processors.items()}
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return value
 
 
 @attrs.frozen
@@ -72,7 +85,7 @@ class SamplingParams:
     seed: int | None = None
     """The same seed gives the same tokens, alone and in any batch. None draws one."""
     max_tokens: int | None = 16
-    """The most tokens to generate. None is what the context leaves."""
+    """The most tokens to generate. None is what the context leaves; 0, only with `prompt_logprobs`, is none."""
     min_tokens: int = 0
     """No end-of-text token, stop token or stop string ends the output before this many tokens."""
     stop: tuple[str, ...] = attrs.field(default=(), converter=_stop_tuple)
@@ -90,9 +103,10 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What one output of the stream holds."""
     allowed_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_optional_tuple)
-    """Only these tokens are ever sampled; None is all."""
+    """Only these tokens are ever sampled; None is all. Not with `structured_outputs`."""
     bad_words: tuple[str, ...] = attrs.field(default=(), converter=_stop_tuple)
-    """Texts that the answer must not have, in any tokenization: the token that would complete one is not sampled."""
+    """Texts that the answer must not have, in any tokenization and also inside words: a token that would complete one
+    is not sampled."""
     logprobs: int | None = None
     """For each token of the answer its log probability and those of this many most likely ones; 0 is its own only, -1
     the whole vocabulary's, None none."""
@@ -125,15 +139,19 @@ class SamplingParams:
             raise RequestError(f"top_k must be 0 to {MAX_TOP_K}, or -1 for off, not {self.top_k}.", param="top_k")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise RequestError("seed must be a 64-bit integer.", param="seed")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, not {self.max_tokens}.", param="max_tokens")
+        self._validate_max_tokens()
         if self.min_tokens < 0:
             raise RequestError(f"min_tokens must be at least 0, not {self.min_tokens}.", param="min_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).", param="min_tokens"
             )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) < -1:
+                raise RequestError(f"{name} must be at least 0, or -1 for the whole vocabulary.", param=name)
         self._validate_stops()
+        self._validate_bad_words()
+        self._validate_logits_processors()
         for token_id, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
@@ -145,12 +163,65 @@ class SamplingParams:
                 raise RequestError(f"{name} must be {expected}, not {type(value).__name__}.", param=name)
         for position, token_id in enumerate(self.stop_token_ids):
             _check_integer(f"stop_token_ids[{position}]", token_id)
+        self._validate_allowed_token_ids()
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("structured_outputs must be a StructuredOutputsParams.", param="structured_outputs")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RequestError("logit_bias must be a mapping from token ids to numbers.", param="logit_bias")
         for token_id, bias in (self.logit_bias or {}).items():
             _check_integer(f"logit_bias[{token_id!r}]", token_id)
             if type(bias) is bool or not isinstance(bias, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise RequestError(f"logit_bias[{token_id}] must be a number.", param=f"logit_bias[{token_id}]")
+
+    def _validate_max_tokens(self) -> None:
+        if (
+            self.max_tokens is None
+            or self.max_tokens > 0
+            or (self.max_tokens == 0 and self.prompt_logprobs is not None)
+        ):
+            return
+        what_is_0 = ", or 0 with prompt_logprobs" if self.max_tokens == 0 else ""
+        raise RequestError(f"max_tokens must be at least 1{what_is_0}, not {self.max_tokens}.", param="max_tokens")
+
+    def _validate_allowed_token_ids(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is None:
+            return
+        if not allowed:
+            raise RequestError("allowed_token_ids is empty, so nothing could be sampled.", param="allowed_token_ids")
+        for position, token_id in enumerate(allowed):
+            _check_integer(f"allowed_token_ids[{position}]", token_id)
+        if self.structured_outputs is not None:
+            raise RequestError(
+                "allowed_token_ids cannot be used with structured_outputs: no token may be left that both allow.",
+                param="allowed_token_ids",
+            )
+
+    def _validate_bad_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words has {len(self.bad_words)}; the limit is {MAX_BAD_WORDS}.", param="bad_words")
+        for position, word in enumerate(self.bad_words):
+            param = f"bad_words[{position}]"
+            check_text(word, param)
+            if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+                raise RequestError(f"{param} must have 1 to {MAX_BAD_WORD_CHARS} characters.", param=param)
+
+    def _validate_logits_processors(self) -> None:
+        processors = self.logits_processors
+        if processors is None:
+            return
+        if not isinstance(processors, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError(
+                "logits_processors must be a mapping from names to arguments.", param="logits_processors"
+            )
+        if len(processors) > MAX_LOGITS_PROCESSORS:
+            raise RequestError(
+                f"logits_processors has {len(processors)}; the limit is {MAX_LOGITS_PROCESSORS}.",
+                param="logits_processors",
+            )
+        for name, arguments in processors.items():
+            check_text(name, "logits_processors")
+            _check_arguments(f"logits_processors[{name[:100]}]", arguments)
 
     def _validate_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -176,6 +247,25 @@ def check_text(text: str, param: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"{param} has a lone surrogate at character {error.start}.", param=param) from None
+
+
+def _check_arguments(param: str, arguments: object) -> None:
+    """Return when these are the JSON of an object, of a size that may be sent."""
+    if not isinstance(arguments, str):
+        raise RequestError(f"{param} must be a mapping that JSON has words for.", param=param)
+    check_text(arguments, param)
+    if len(arguments) > MAX_LOGITS_PROCESSOR_CHARS:
+        raise RequestError(f"{param} has more than {MAX_LOGITS_PROCESSOR_CHARS} characters as JSON.", param=param)
+    try:
+        value = json.loads(arguments, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{param} is no JSON: {str(error)[:200]}.", param=param) from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{param} must be a mapping.", param=param)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _scalar(field: "attrs.Attribute[Any]") -> "tuple[str, tuple[type, ...], str] | None":

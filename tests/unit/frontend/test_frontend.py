@@ -89,13 +89,16 @@ def front() -> Front:
 
 
 def test_a_request_travels_whole(front: Front) -> None:
-    added, _ = front.add("x", prompt="abc", max_tokens=7, seed=5)
+    sampling = SamplingParams(max_tokens=7, seed=5)
+    request = GenerateRequest("abc", sampling, priority=-1, cache_salt="mine", reasoning_ended=False)
+    added = front.frontend.add(PROCESSOR.process(request), PendingOutput())
     message = decode(encode(added.message))
     assert message == added.message
     assert unpack_int32(added.message.prompt_token_ids).tolist() == [97, 98, 99]
     assert added.message.sampling.max_tokens == 7
     assert added.message.seed == 5
     assert added.message.eos_token_ids == (TOKENIZER.end_token_id,)
+    assert (added.message.priority, added.message.cache_salt, added.message.reasoning_ended) == (-1, "mine", False)
 
 
 def test_rows_reach_their_requests(front: Front) -> None:

@@ -1,12 +1,14 @@
 """Every rule is applied before anything is sent, and what was changed to make a request fit is said."""
 
+import math
 import random
+from typing import Any
 
 import attrs
 import pytest
 
 from trioengine.errors import PromptTooLongError, RequestError
-from trioengine.frontend.input_processor import LONG_PROMPT_CHARS, InputProcessor
+from trioengine.frontend.input_processor import LONG_PROMPT_CHARS, MAX_CACHE_SALT_CHARS, InputProcessor
 from trioengine.testing.fake_tokenizer import END_TOKEN, FakeTokenizer
 from trioengine.types.messages import ModelFacts
 from trioengine.types.params import SamplingParams
@@ -115,13 +117,68 @@ def test_min_tokens_that_do_not_fit_are_refused() -> None:
         (SamplingParams(stop_token_ids=(-1,)), "stop_token_ids[0]"),
         (SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), f"logit_bias[{VOCAB_SIZE}]"),
         (SamplingParams(logit_bias={-1: 1.0}), "logit_bias[-1]"),
+        (SamplingParams(allowed_token_ids=(0, VOCAB_SIZE)), "allowed_token_ids[1]"),
+        (SamplingParams(allowed_token_ids=(-1,)), "allowed_token_ids[0]"),
         (SamplingParams(temperature=float("nan")), "temperature"),
         (SamplingParams(stop=""), "stop[0]"),
     ],
 )
 def test_parameters_are_checked_against_the_vocabulary(sampling: SamplingParams, param: str) -> None:
-    """Case 34."""
+    """Case 34 (vllm 16529)."""
     assert refusal(GenerateRequest("abc", sampling)).param == param
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(
+    ("max_logprobs", "accepted", "refused"),
+    [(20, (0, 20), (21, -1)), (0, (0,), (1, -1)), (-1, (0, VOCAB_SIZE, -1), (VOCAB_SIZE + 1,)), (999, (-1, 999), ())],
+)
+def test_log_probabilities_are_limited_by_the_engine(
+    name: str, max_logprobs: int, accepted: tuple[int, ...], refused: tuple[int, ...]
+) -> None:
+    """-1 is as many as the vocabulary has."""
+    processor = attrs.evolve(PROCESSOR, model=ModelFacts(10, VOCAB_SIZE, (256,), max_logprobs))
+    for wanted in accepted:
+        sampling = SamplingParams(**{name: wanted})  # pyright: ignore[reportArgumentType]
+        assert getattr(processor.process(GenerateRequest("a", sampling)).sampling, name) == wanted
+    for wanted in refused:
+        with pytest.raises(RequestError, match=f"greater than max allowed: {max(accepted)}") as caught:
+            processor.process(GenerateRequest("a", SamplingParams(**{name: wanted})))  # pyright: ignore[reportArgumentType]
+        assert caught.value.param == name
+
+
+def test_a_prompt_may_fill_the_context_when_only_its_log_probabilities_are_asked_for() -> None:
+    """Case 36 (vllm 6521)."""
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    assert PROCESSOR.process(GenerateRequest("x" * 10, scoring)).sampling.max_tokens == 0
+    assert isinstance(refusal(GenerateRequest("x" * 11, scoring)), PromptTooLongError)
+    assert refusal(GenerateRequest("x", SamplingParams(max_tokens=0))).param == "max_tokens"
+
+
+def test_small_temperatures_and_shares_are_fine() -> None:
+    """Case 35 (vllm 1623)."""
+    sampling = SamplingParams(temperature=1e-4, top_p=1e-4)
+    assert PROCESSOR.process(GenerateRequest("a", sampling)).sampling == attrs.evolve(sampling, max_tokens=9)
+    for name in ("temperature", "top_p"):
+        assert refusal(GenerateRequest("a", SamplingParams(**{name: math.nan}))).param == name  # pyright: ignore[reportArgumentType]
+
+
+def test_what_belongs_to_the_request_is_kept() -> None:
+    processed = PROCESSOR.process(GenerateRequest("a", priority=-5, cache_salt="mine", reasoning_ended=True))
+    assert (processed.priority, processed.cache_salt, processed.reasoning_ended) == (-5, "mine", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("priority", [2**31, -(2**31) - 1, 1.0, True, None, "1"]),
+        ("cache_salt", ["", "x" * (MAX_CACHE_SALT_CHARS + 1), 5, "\ud800", b"x"]),
+        ("reasoning_ended", [1, "yes"]),
+    ],
+)
+def test_what_belongs_to_the_request_is_checked(name: str, values: list[Any]) -> None:
+    for value in values:
+        assert refusal(GenerateRequest("a", **{name: value})).param == name
 
 
 @pytest.mark.parametrize(

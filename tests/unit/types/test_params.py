@@ -13,35 +13,69 @@ from trioengine.errors import RequestError
 from trioengine.types.codec import decode, encode
 from trioengine.types.messages import EngineCoreRequest
 from trioengine.types.params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGITS_PROCESSOR_CHARS,
+    MAX_LOGITS_PROCESSORS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_TOP_K,
     RequestOutputKind,
     SamplingParams,
 )
+from trioengine.types.structured import StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("temperature", [0, 1e-4, 1e-300, 1.0, 2, 100]),
-        ("top_p", [0, 1e-4, 0.5, 1]),
-        ("top_k", [-1, 0, 1, MAX_TOP_K]),
-        ("min_p", [0.0, 1.0]),
-        ("presence_penalty", [-2, 2.0]),
-        ("frequency_penalty", [-2, 2.0]),
-        ("repetition_penalty", [0.01, 1, 100.0]),
-        ("logit_bias", [None, {}, {0: -100}, {5: 100.0}]),
-        ("seed", [None, 0, -1, -(2**63), 2**64 - 1]),
-        ("max_tokens", [None, 1, 32000]),
-        ("min_tokens", [0, 16]),
-        ("stop", [None, [], (), "x", ["a", "b"], ["x" * MAX_STOP_STRING_CHARS], ["x"] * MAX_STOP_STRINGS]),
-        ("stop_token_ids", [(), [1, 2]]),
-        ("output_kind", list(RequestOutputKind)),
-    ],
-)
+ACCEPTED: list[tuple[str, list[Any]]] = [
+    ("temperature", [0, 1e-4, 1e-300, 1.0, 2, 100]),
+    ("top_p", [0, 1e-4, 0.5, 1]),
+    ("top_k", [-1, 0, 1, MAX_TOP_K]),
+    ("min_p", [0.0, 1.0]),
+    ("presence_penalty", [-2, 2.0]),
+    ("frequency_penalty", [-2, 2.0]),
+    ("repetition_penalty", [0.01, 1, 100.0]),
+    ("logit_bias", [None, {}, {0: -100}, {5: 100.0}]),
+    ("seed", [None, 0, -1, -(2**63), 2**64 - 1]),
+    ("max_tokens", [None, 1, 32000]),
+    ("min_tokens", [0, 16]),
+    ("stop", [None, [], (), "x", ["a", "b"], ["x" * MAX_STOP_STRING_CHARS], ["x"] * MAX_STOP_STRINGS]),
+    ("stop_token_ids", [(), [1, 2]]),
+    ("output_kind", list(RequestOutputKind)),
+    ("allowed_token_ids", [None, [5], (5, 5)]),
+    ("bad_words", [None, [], "x", ["a", "b c"], ["x" * MAX_BAD_WORD_CHARS], ["x"] * MAX_BAD_WORDS]),
+    ("logprobs", [None, -1, 0, 20]),
+    ("prompt_logprobs", [None, -1, 0, 20]),
+    ("logits_processors", [None, {}, {"a": {}}, {"a": {"x": [1, None]}, "b": '{"y": 2.5}'}]),
+]
+
+REFUSED: list[tuple[str, list[Any]]] = [
+    ("temperature", [-0.1, NAN, INF, -INF, 101, "1", None, True]),
+    ("top_p", [-0.1, 1.1, NAN, INF, "1"]),
+    ("top_k", [-2, 2**31, 1.5, NAN, True, None, "4"]),
+    ("min_p", [-0.1, 1.1, NAN]),
+    ("presence_penalty", [-2.1, 2.1, NAN]),
+    ("frequency_penalty", [-2.1, 2.1, NAN]),
+    ("repetition_penalty", [0.0, -1, 101, NAN, INF]),
+    ("seed", [-(2**63) - 1, 2**64, 1.0, "1", True]),
+    ("max_tokens", [0, -1, 16.0, NAN, "16", True]),
+    ("min_tokens", [-1, 17, 1.0, None]),
+    ("ignore_eos", [0, "false", None]),
+    ("include_stop_str_in_output", [1]),
+    ("skip_special_tokens", ["no"]),
+    ("detokenize", [None]),
+    ("output_kind", [1, "DELTA", None]),
+    ("allowed_token_ids", [[]]),
+    ("bad_words", [["x"] * (MAX_BAD_WORDS + 1)]),
+    ("logprobs", [-2, 1.0, True, "1"]),
+    ("prompt_logprobs", [-2, 1.0, True, "1"]),
+    ("structured_outputs", ["{}", {"json": "{}"}, 5]),
+    ("logits_processors", ["a", [], 5, {"\ud800": {}}, {str(n): {} for n in range(MAX_LOGITS_PROCESSORS + 1)}]),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), ACCEPTED)
 def test_what_can_work_is_accepted(field: str, values: list[Any]) -> None:
     """And crosses to the core as it is."""
     for value in values:
@@ -51,26 +85,7 @@ def test_what_can_work_is_accepted(field: str, values: list[Any]) -> None:
         assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("temperature", [-0.1, NAN, INF, -INF, 101, "1", None, True]),
-        ("top_p", [-0.1, 1.1, NAN, INF, "1"]),
-        ("top_k", [-2, 2**31, 1.5, NAN, True, None, "4"]),
-        ("min_p", [-0.1, 1.1, NAN]),
-        ("presence_penalty", [-2.1, 2.1, NAN]),
-        ("frequency_penalty", [-2.1, 2.1, NAN]),
-        ("repetition_penalty", [0.0, -1, 101, NAN, INF]),
-        ("seed", [-(2**63) - 1, 2**64, 1.0, "1", True]),
-        ("max_tokens", [0, -1, 16.0, NAN, "16", True]),
-        ("min_tokens", [-1, 17, 1.0, None]),
-        ("ignore_eos", [0, "false", None]),
-        ("include_stop_str_in_output", [1]),
-        ("skip_special_tokens", ["no"]),
-        ("detokenize", [None]),
-        ("output_kind", [1, "DELTA", None]),
-    ],
-)
+@pytest.mark.parametrize(("field", "values"), REFUSED)
 def test_what_cannot_work_is_refused_by_its_name(field: str, values: list[Any]) -> None:
     """Out of range, not finite, of the wrong type: the core, which would have to refuse it, is never asked."""
     for value in values:
@@ -97,6 +112,21 @@ def test_what_cannot_work_is_refused_by_its_name(field: str, values: list[Any]) 
         (lambda: SamplingParams(logit_bias={1: "5"}), "logit_bias[1]"),  # type: ignore[dict-item]
         (lambda: SamplingParams(logit_bias={"1": 5}), "logit_bias['1']"),  # type: ignore[dict-item]
         (lambda: SamplingParams(logit_bias=[1]), "logit_bias"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(allowed_token_ids=[1, "2"]), "allowed_token_ids[1]"),  # type: ignore[list-item]
+        (lambda: SamplingParams(allowed_token_ids=[True]), "allowed_token_ids[0]"),
+        (lambda: SamplingParams(bad_words=["a", ""]), "bad_words[1]"),
+        (lambda: SamplingParams(bad_words=[5]), "bad_words[0]"),  # type: ignore[list-item]
+        (lambda: SamplingParams(bad_words=["\udfff"]), "bad_words[0]"),
+        (lambda: SamplingParams(bad_words=["x" * (MAX_BAD_WORD_CHARS + 1)]), "bad_words[0]"),
+        (lambda: SamplingParams(logits_processors={"a": []}), "logits_processors[a]"),  # type: ignore[dict-item]
+        (lambda: SamplingParams(logits_processors={"a": "{"}), "logits_processors[a]"),
+        (lambda: SamplingParams(logits_processors={"a": '{"x": NaN}'}), "logits_processors[a]"),
+        (lambda: SamplingParams(logits_processors={"a": {"x": NAN}}), "logits_processors[a]"),
+        (lambda: SamplingParams(logits_processors={"a": {"x": object()}}), "logits_processors[a]"),
+        (
+            lambda: SamplingParams(logits_processors={"a": {"x": "y" * MAX_LOGITS_PROCESSOR_CHARS}}),
+            "logits_processors[a]",
+        ),
     ],
 )
 def test_items_are_refused_by_their_place(make: Callable[[], SamplingParams], param: str) -> None:
@@ -128,6 +158,26 @@ def test_whatever_is_accepted_can_be_sent_and_whatever_is_not_is_a_request_error
         return  # The front end lowers it to what the context leaves.
     message = EngineCoreRequest(0, "id", b"\0\0\0\0", sampling, seed=1)
     assert decode(encode(message)) == message
+
+
+def test_no_tokens_are_asked_for_only_with_log_probabilities_of_the_prompt() -> None:
+    """Case 36 (vllm 6521)."""
+    SamplingParams(max_tokens=0, prompt_logprobs=0).validate()
+    with pytest.raises(RequestError, match="max_tokens must be at least 1") as caught:
+        SamplingParams(max_tokens=0).validate()
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(RequestError, match="min_tokens"):
+        SamplingParams(max_tokens=0, min_tokens=1, prompt_logprobs=0).validate()
+
+
+def test_two_rules_that_may_leave_no_token_are_refused_together() -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(allowed_token_ids=[5], structured_outputs=StructuredOutputsParams(regex="x+")).validate()
+    assert caught.value.param == "allowed_token_ids"
+
+
+def test_arguments_of_logits_processors_are_kept_as_json() -> None:
+    assert SamplingParams(logits_processors={"a": {"x": 1}}) == SamplingParams(logits_processors={"a": '{"x": 1}'})
 
 
 def test_greedy_is_temperature_or_top_p_zero() -> None:
