@@ -43,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve = benchmarks.add_parser("serve", help="load an OpenAI-compatible server")
     serve.add_argument("--base-url", required=True, metavar="URL", help="like http://127.0.0.1:8000")
     _add_counts(serve, concurrency="requests at once")
+    serve.add_argument(
+        "--prefix-len", type=positive_int, default=0, metavar="N", help="tokens before each prompt that all have in common"
+    )
+    serve.add_argument("--warm-prefix", action="store_true", help="send them once before the load")
     offline = benchmarks.add_parser("offline", help="a batch without a server")
     for load in (serve, offline):
         _add_counts(load, num_prompts="requests", input_len="tokens of each prompt", output_len="tokens of each answer")
@@ -81,7 +85,11 @@ def _benchmark(arguments: argparse.Namespace) -> Benchmark:
             from trioengine.cli.bench.served import ServedBench
 
             return ServedBench(
-                base_url=arguments.base_url, concurrency=arguments.concurrency, **_load_values(arguments)
+                base_url=arguments.base_url,
+                concurrency=arguments.concurrency,
+                num_prefix_tokens=arguments.prefix_len,
+                warms_prefix=arguments.warm_prefix,
+                **_load_values(arguments),
             )
         case "kernels":
             from trioengine.cli.bench.kernels import KernelsBench

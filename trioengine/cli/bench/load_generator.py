@@ -185,6 +185,13 @@ def random_prompt(rng: random.Random, num_tokens: int, *, takes_tokens: bool) ->
     return " ".join(rng.choices(WORDS, k=num_tokens))
 
 
+def joined(first: PromptContent, second: PromptContent) -> PromptContent:
+    """Two prompts of one kind as one."""
+    if isinstance(first, str) or isinstance(second, str):
+        return f"{first} {second}".strip()
+    return first + second
+
+
 async def stream_completion(connection: Connection, body: bytes, times: CompletionTimes) -> None:
     """Send a request and note every output's time and text in `times`, to the end of the answer.
 

@@ -11,6 +11,7 @@ from trioengine.cli.bench.load_generator import (
     Connection,
     ServerAddress,
     find_model,
+    joined,
     random_prompt,
     run_load,
     stream_completion,
@@ -29,6 +30,10 @@ class ServedBench:
     num_input_tokens: int
     num_output_tokens: int
     seed: int = 0
+    num_prefix_tokens: int = 0
+    """Tokens that come before each prompt and are the same in all."""
+    warms_prefix: bool = False
+    """Whether a request that is not measured sends them once before."""
 
     async def run(self) -> BenchReport:
         """Warm the server up with one request, then load it and report.
@@ -44,11 +49,15 @@ class ServedBench:
         async with Connection(address) as connection:
             load = CompletionLoad(model=await find_model(connection), num_output_tokens=self.num_output_tokens)
         takes_tokens = await _takes_tokens(address, attrs.evolve(load, num_output_tokens=1), rng)
+        prefix = random_prompt(rng, self.num_prefix_tokens, takes_tokens=takes_tokens)
+        num_warming = 1 if self.warms_prefix else 0
         prompts = [
-            random_prompt(rng, self.num_input_tokens, takes_tokens=takes_tokens) for _ in range(self.num_prompts)
+            joined(prefix, random_prompt(rng, self.num_input_tokens, takes_tokens=takes_tokens))
+            for _ in range(num_warming + self.num_prompts)
         ]
+        await run_load(address, load, prompts[:num_warming], concurrency=1)
         started_s = time.monotonic()
-        times = await run_load(address, load, prompts, concurrency=self.concurrency)
+        times = await run_load(address, load, prompts[num_warming:], concurrency=self.concurrency)
         return report_streams([*times], time.monotonic() - started_s)
 
 

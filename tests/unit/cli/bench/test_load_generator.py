@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 import trio
@@ -124,6 +125,27 @@ async def test_a_served_bench_reports_what_the_server_counted() -> None:
     assert len(set(prompts)) == 5
     assert all(isinstance(body["prompt"], list) for body in server.bodies)
     assert all(body["model"] == "some-model" for body in server.bodies)
+
+
+@pytest.mark.parametrize("takes_tokens", [True, False])
+async def test_prompts_have_a_prefix_in_common_that_a_request_before_may_have_sent(takes_tokens: bool) -> None:
+    server = Server(takes_tokens=takes_tokens)
+    async with running(server) as url:
+        bench = ServedBench(
+            base_url=url,
+            concurrency=2,
+            num_prompts=4,
+            num_input_tokens=8,
+            num_output_tokens=3,
+            num_prefix_tokens=5,
+            warms_prefix=True,
+        )
+        await bench.run()
+    prompts = [body["prompt"] for body in server.bodies[-5:]]
+    lists = [prompt.split() if isinstance(prompt, str) else list(cast("list[int]", prompt)) for prompt in prompts]
+    assert [len(prompt) for prompt in lists] == [13] * 5
+    assert len({tuple(prompt[:5]) for prompt in lists}) == 1
+    assert len({tuple(prompt[5:]) for prompt in lists}) == 5
 
 
 async def test_a_server_that_takes_no_token_ids_gets_text() -> None:
