@@ -87,13 +87,13 @@ class Sequences:
         step = StepArrays(
             token_ids=np.arange(len(x), dtype=np.int32),
             positions=positions.astype(np.int32),
-            slots=(blocks * self.block_size + positions % self.block_size).astype(np.int32),
+            slots=(blocks * self.block_size + positions % self.block_size).astype(np.int32)[None],
             query_start=np.concatenate([[0], counts.cumsum()]).astype(np.int32),
             seq_lens=np.array([end for _, end in ranges.values()], np.int32),
-            block_table=np.ascontiguousarray(tables),
+            block_table=np.ascontiguousarray(tables)[None],
             logit_rows=np.arange(len(x), dtype=np.int32),
         )
-        return np.split(program.run(step, self.cache, pool).copy(), counts.cumsum()[:-1])
+        return np.split(program.run(step, [self.cache], pool).copy(), counts.cumsum()[:-1])
 
     def expected(self, i):
         heads = self.heads
@@ -211,9 +211,9 @@ def test_rope_rotates_pairs_and_writes_to_the_tokens_slots(library, pool, isa, d
     program = builder.build(builder.select_rows(qkv))
     positions = np.arange(50, dtype=np.int32)
     slots = sequences.block_table[0, positions // 16] * 16 + positions % 16
-    step = StepArrays(positions, positions, slots.astype(np.int32), np.array([0, 50], np.int32),
-                      np.array([50], np.int32), sequences.block_table[:, :4].copy(), positions)  # fmt: skip
-    actual = program.run(step, sequences.cache, pool).reshape(50, 10, dim)
+    step = StepArrays(positions, positions, slots.astype(np.int32)[None], np.array([0, 50], np.int32),
+                      np.array([50], np.int32), sequences.block_table[None, :, :4].copy(), positions)  # fmt: skip
+    actual = program.run(step, [sequences.cache], pool).reshape(50, 10, dim)
 
     angles = (positions[:, None].astype(np.float32) * frequencies).astype(np.float64)[:, None]
     expected = x.reshape(50, 10, dim).astype(np.float64)

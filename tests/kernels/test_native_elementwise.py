@@ -19,10 +19,10 @@ def run(library, pool, x, record):
     program.memory[:] = 0xFF
     tokens = np.arange(len(x), dtype=np.int32)
     num_blocks = -(-len(x) // 16)
-    step = StepArrays(tokens, tokens, tokens, np.array([0, len(x)], np.int32), np.array([len(x)], np.int32),
-                      np.arange(num_blocks, dtype=np.int32)[None], tokens)  # fmt: skip
+    step = StepArrays(tokens, tokens, tokens[None], np.array([0, len(x)], np.int32), np.array([len(x)], np.int32),
+                      np.arange(num_blocks, dtype=np.int32)[None, None], tokens)  # fmt: skip
     cache = KVCache(num_blocks=num_blocks, block_size=16, num_layers=1, num_kv_heads=1, head_dim=16)
-    return program.run(step, cache, pool).copy()
+    return program.run(step, [cache], pool).copy()
 
 
 def random(*shape, seed=0):

@@ -43,14 +43,14 @@ def run_linear(library, pool, x, tiles, bias=None):
     step = StepArrays(
         token_ids=tokens,
         positions=tokens,
-        slots=tokens,
+        slots=tokens[None],
         query_start=np.array([0, len(x)], np.int32),
         seq_lens=np.array([len(x)], np.int32),
-        block_table=np.arange(-(-len(x) // 16), dtype=np.int32)[None],
+        block_table=np.arange(-(-len(x) // 16), dtype=np.int32)[None, None],
         logit_rows=tokens,
     )
     cache = KVCache(num_blocks=-(-len(x) // 16), block_size=16, num_layers=1, num_kv_heads=1, head_dim=16)
-    return program.run(step, cache, pool).copy()
+    return program.run(step, [cache], pool).copy()
 
 
 def quantized(x):
@@ -207,11 +207,11 @@ def test_embedding_rows_are_the_tensors_rows(library, pool, type_name):
     program = builder.build(builder.select_rows(builder.embedding(tiles)))
     ids = np.array([20, 0, 7, 8, 20], np.int32)
     places = np.arange(5, dtype=np.int32)
-    step = StepArrays(ids, places, places, np.array([0, 5], np.int32), np.array([5], np.int32),
-                      np.zeros((1, 1), np.int32), places)  # fmt: skip
+    step = StepArrays(ids, places, places[None], np.array([0, 5], np.int32), np.array([5], np.int32),
+                      np.zeros((1, 1, 1), np.int32), places)  # fmt: skip
     cache = KVCache(num_blocks=1, block_size=16, num_layers=1, num_kv_heads=1, head_dim=16)
     tolerance = {"Q4_K": 2e-3, "Q5_K": 2e-3, "Q6_K": 8e-3}.get(type_name, 1e-6)
-    assert relative_error(program.run(step, cache, pool), weights[ids]) < tolerance
+    assert relative_error(program.run(step, [cache], pool), weights[ids]) < tolerance
 
 
 def test_wrong_sizes_are_refused(library):

@@ -121,13 +121,13 @@ class Run:
         step = StepArrays(
             token_ids=ids.astype(np.int32),
             positions=positions,
-            slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
+            slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32)[None],
             query_start=np.concatenate([[0], counts.cumsum()]).astype(np.int32),
             seq_lens=np.array([work.end for work in works], np.int32),
-            block_table=tables,
+            block_table=tables[None],
             logit_rows=np.arange(len(ids), dtype=np.int32),
         )
-        return np.split(self.program.run(step, self.cache, self.pool).copy(), counts.cumsum()[:-1])
+        return np.split(self.program.run(step, [self.cache], self.pool).copy(), counts.cumsum()[:-1])
 
 
 def random_ids(*lens):
@@ -205,20 +205,20 @@ def test_logits_are_computed_for_the_wanted_rows_only(library, model, alone, poo
     slots = run.block_table[0, places // 16] * 16 + places % 16
     for rows in ([29], [], [3, 3, 0]):
         step = StepArrays(
-            sequences[0][:30].astype(np.int32), places, slots.astype(np.int32), np.array([0, 30], np.int32),
-            np.array([30], np.int32), run.block_table[:1].copy(), np.array(rows, np.int32),
+            sequences[0][:30].astype(np.int32), places, slots.astype(np.int32)[None], np.array([0, 30], np.int32),
+            np.array([30], np.int32), run.block_table[None, :1].copy(), np.array(rows, np.int32),
         )  # fmt: skip
-        assert np.array_equal(run.program.run(step, run.cache, pool), expected[0][rows])
+        assert np.array_equal(run.program.run(step, [run.cache], pool), expected[0][rows])
 
 
 def valid_step():
     return StepArrays(
         token_ids=np.array([1, 2, 3], np.int32),
         positions=np.array([0, 1, 0], np.int32),
-        slots=np.array([0, 1, 16], np.int32),
+        slots=np.array([[0, 1, 16]], np.int32),
         query_start=np.array([0, 2, 3], np.int32),
         seq_lens=np.array([2, 1], np.int32),
-        block_table=np.array([[0], [1]], np.int32),
+        block_table=np.array([[[0], [1]]], np.int32),
         logit_rows=np.array([1, 2], np.int32),
     )
 
@@ -230,8 +230,9 @@ def valid_step():
         ("token_ids", [-1, 2, 3]),
         ("token_ids", [1, 2]),
         ("positions", [0, 1, -1]),
-        ("slots", [0, 1, 32]),
-        ("slots", [0, 1, -1]),
+        ("slots", [[0, 1, 32]]),
+        ("slots", [[0, 1, -1]]),
+        ("slots", [0, 1, 16]),
         ("query_start", [0, 2, 4]),
         ("query_start", [0, 3, 3]),
         ("query_start", [1, 2, 3]),
@@ -239,9 +240,10 @@ def valid_step():
         ("seq_lens", [1, 1]),
         ("seq_lens", [2, 17]),
         ("seq_lens", [2]),
-        ("block_table", [[0], [2]]),
-        ("block_table", [[0], [-1]]),
-        ("block_table", [[0]]),
+        ("block_table", [[[0], [2]]]),
+        ("block_table", [[[0], [-1]]]),
+        ("block_table", [[[0]]]),
+        ("block_table", [[0], [1]]),
         ("logit_rows", [3]),
         ("logit_rows", [-1]),
         ("logit_rows", [0] * (MAX_TOKENS + 1)),
@@ -250,9 +252,9 @@ def valid_step():
 def test_a_step_that_would_leave_memory_is_refused(library, model, pool, field, value):
     cache = KVCache(num_blocks=2, block_size=16, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM)
     program = model.program()
-    assert np.isfinite(program.run(valid_step(), cache, pool)).all()
+    assert np.isfinite(program.run(valid_step(), [cache], pool)).all()
     with pytest.raises(ValueError):
-        program.run(attrs.evolve(valid_step(), **{field: np.array(value, np.int32)}), cache, pool)
+        program.run(attrs.evolve(valid_step(), **{field: np.array(value, np.int32)}), [cache], pool)
 
 
 def test_a_foreign_cache_is_refused(model, pool):
@@ -260,7 +262,7 @@ def test_a_foreign_cache_is_refused(model, pool):
     for changed in ({"num_layers": LAYERS - 1}, {"num_kv_heads": 1}, {"head_dim": 64}):
         sizes = {"num_layers": LAYERS, "num_kv_heads": KV_HEADS, "head_dim": DIM, **changed}
         with pytest.raises(ValueError, match="cache"):
-            program.run(valid_step(), KVCache(num_blocks=2, block_size=16, **sizes), pool)
+            program.run(valid_step(), [KVCache(num_blocks=2, block_size=16, **sizes)], pool)
 
 
 def test_buffers_share_memory(library, model):

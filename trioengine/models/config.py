@@ -7,7 +7,7 @@ refused here, before any weight is read. This module does not import torch and k
 import enum
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -18,6 +18,8 @@ from trioengine.errors import CheckpointError
 
 MAX_SIZE = 1 << 24
 """No dimension of a real model comes near it; it keeps products of two far below any overflow."""
+
+MAX_NUM_LAYERS = 4096
 
 
 class Architecture(enum.StrEnum):
@@ -58,6 +60,18 @@ class Llama3RopeScaling:
 RopeScaling: TypeAlias = LinearRopeScaling | Llama3RopeScaling
 
 
+def _no_windows(config: "ModelConfig") -> tuple[int | None, ...]:
+    return (None,) * config.num_layers
+
+
+@attrs.frozen
+class KVGroup:
+    """Layers with one window."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
 @attrs.frozen(kw_only=True)
 class ModelConfig:
     """The architecture of one decoder-only model."""
@@ -75,8 +89,8 @@ class ModelConfig:
     rms_norm_epsilon: float
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None
-    """Each token sees itself and the `sliding_window - 1` before it; None is all of them."""
+    layer_windows: tuple[int | None, ...] = attrs.field(default=attrs.Factory(_no_windows, takes_self=True))
+    """One for each layer, where each token sees itself and the `window - 1` before it; None is all of them."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     """Of the attention's output projection."""
@@ -87,17 +101,20 @@ class ModelConfig:
     """Tokens that end an answer."""
 
     @property
+    def kv_groups(self) -> Sequence["KVGroup"]:
+        """The layers by their windows: those of one group keep the keys and values of the same tokens."""
+        layers: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(self.layer_windows):
+            layers.setdefault(window, []).append(layer)
+        return [KVGroup(window, tuple(members)) for window, members in layers.items()]
+
+    @property
     def num_parameters(self) -> int:
         """Numbers in all matrices; norms and biases, which hardly count, are left out."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (attention + 3 * self.intermediate_size)
         num_embeddings = 1 if self.has_tied_embeddings else 2
         return self.num_layers * layer + num_embeddings * self.vocab_size * self.hidden_size
-
-    @property
-    def num_kv_values_per_token(self) -> int:
-        """Numbers that the KV cache holds for a token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
@@ -116,6 +133,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise facts.error("the tensor 'token_embd.weight' is missing or is no matrix")
     hidden_size = facts.size(f"{name}.embedding_length")
     num_heads = facts.size(f"{name}.attention.head_count")
+    num_layers = facts.size(f"{name}.block_count", most=MAX_NUM_LAYERS)
     head_dim = facts.size(f"{name}.attention.key_length", hidden_size // num_heads)
     for key in (f"{name}.attention.value_length", f"{name}.rope.dimension_count"):
         if facts.size(key, head_dim) != head_dim:
@@ -125,7 +143,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
         intermediate_size=facts.size(f"{name}.feed_forward_length"),
-        num_layers=facts.size(f"{name}.block_count"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=facts.size(f"{name}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -133,7 +151,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         rms_norm_epsilon=facts.number(f"{name}.attention.layer_norm_rms_epsilon"),
         rope_theta=facts.number(f"{name}.rope.freq_base", 10000.0),
         rope_scaling=_gguf_rope_scaling(facts, name),
-        sliding_window=facts.optional_size(f"{name}.attention.sliding_window"),
+        layer_windows=(facts.optional_size(f"{name}.attention.sliding_window"),) * num_layers,
         has_qkv_bias="blk.0.attn_q.bias" in file.tensors,
         has_output_bias="blk.0.attn_output.bias" in file.tensors,
         has_tied_embeddings="output.weight" not in file.tensors,
@@ -151,7 +169,7 @@ def config_from_folder(folder: Path) -> ModelConfig:
             this engine runs.
     """
     facts = _Facts(_read_json(folder / "config.json"), str(folder / "config.json"))
-    name = facts.first_of_list("architectures")
+    name = facts.texts("architectures")[0]
     if name not in FOLDER_ARCHITECTURES:
         raise facts.unsupported_architecture(name, FOLDER_ARCHITECTURES)
     architecture = FOLDER_ARCHITECTURES[name]
@@ -160,10 +178,9 @@ def config_from_folder(folder: Path) -> ModelConfig:
     if facts.text("hidden_act", "silu") != "silu":
         raise facts.error("hidden_act must be 'silu'")
     is_qwen2 = architecture is Architecture.QWEN2
-    if is_qwen2:
-        facts.refuse("use_sliding_window", "sliding windows in some layers only")
     hidden_size = facts.size("hidden_size")
     num_heads = facts.size("num_attention_heads")
+    num_layers = facts.size("num_hidden_layers", most=MAX_NUM_LAYERS)
     has_attention_bias = facts.flag("attention_bias", is_qwen2)
     end_tokens = facts.token_ids("eos_token_id")
     generation_path = folder / "generation_config.json"
@@ -175,7 +192,7 @@ def config_from_folder(folder: Path) -> ModelConfig:
         vocab_size=facts.size("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=facts.size("intermediate_size"),
-        num_layers=facts.size("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=facts.size("num_key_value_heads", num_heads),
         head_dim=facts.size("head_dim", hidden_size // num_heads),
@@ -183,7 +200,7 @@ def config_from_folder(folder: Path) -> ModelConfig:
         rms_norm_epsilon=facts.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        sliding_window=facts.optional_size("sliding_window") if architecture is Architecture.MISTRAL else None,
+        layer_windows=_folder_windows(facts, architecture, num_layers),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias and not is_qwen2,
         has_tied_embeddings=facts.flag("tie_word_embeddings", False),
@@ -210,6 +227,9 @@ class _Facts:
         if self._values.get(key):
             raise self.error(f"{key} is set, and {what} are not supported")
 
+    def has(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
     def inner(self, key: str) -> "_Facts | None":
         value = self._values.get(key)
         if value is None:
@@ -224,12 +244,14 @@ class _Facts:
             raise self.error(f"{key} is not a string")
         return value
 
-    def first_of_list(self, key: str) -> str:
+    def texts(self, key: str) -> Sequence[str]:
+        """At least one."""
         values = self._get(key, None)
-        first = cast(list[object], values)[0] if isinstance(values, list) and values else None
-        if not isinstance(first, str):
+        items = cast(list[object], values) if isinstance(values, list) else []
+        texts = [item for item in items if isinstance(item, str)]
+        if not texts or len(texts) < len(items):
             raise self.error(f"{key} is not a list of strings")
-        return first
+        return texts
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
@@ -237,14 +259,14 @@ class _Facts:
             raise self.error(f"{key} is not true or false")
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SIZE:
-            raise self.error(f"{key} must be an integer from 1 to {MAX_SIZE}, not {_short(value)}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f"{key} must be an integer from {least} to {most}, not {_short(value)}")
         return value
 
     def optional_size(self, key: str) -> int | None:
-        return None if self._values.get(key) is None else self.size(key)
+        return self.size(key) if self.has(key) else None
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
@@ -289,6 +311,23 @@ def _gguf_rope_scaling(facts: _Facts, name: str) -> RopeScaling | None:
             return LinearRopeScaling(facts.number(f"{name}.rope.scaling.factor"))
         case other:
             raise facts.error(f"rope scaling of the type {other[:100]!r} is not supported")
+
+
+def _folder_windows(facts: _Facts, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    """In all layers of Mistral; in those of Qwen2 that `layer_types` or, in older files, `max_window_layers` says."""
+    if architecture is Architecture.MISTRAL:
+        return (facts.optional_size("sliding_window"),) * num_layers
+    if architecture is not Architecture.QWEN2 or not facts.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    window = facts.size("sliding_window")
+    if not facts.has("layer_types"):
+        # As transformers: the layers from this one on have a window.
+        num_full = facts.size("max_window_layers", least=0)
+        return tuple(None if layer < num_full else window for layer in range(num_layers))
+    types = facts.texts("layer_types")
+    if len(types) != num_layers or not {*types} <= {"full_attention", "sliding_attention"}:
+        raise facts.error(f"layer_types must name 'full_attention' or 'sliding_attention' for {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _folder_rope(facts: _Facts) -> tuple[float, RopeScaling | None]:

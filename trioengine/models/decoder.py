@@ -69,6 +69,10 @@ class AttentionShape:
     """Multiplies query · key."""
     window: int | None
     """Each token sees itself and the `window - 1` before it; None is all of them."""
+    kv_group: int
+    """Of `ModelConfig.kv_groups`: its blocks hold the layer's keys and values."""
+    kv_layer: int
+    """The layer's place in its group."""
 
 
 class Ops(Protocol[TensorT, MatrixT_contra, VectorT_contra]):
@@ -95,9 +99,7 @@ class Ops(Protocol[TensorT, MatrixT_contra, VectorT_contra]):
         """`x @ weightᵀ + bias`."""
         ...
 
-    def rope_write_kv(
-        self, qkv: TensorT, layer: int, inverse_frequencies: VectorT_contra, shape: AttentionShape
-    ) -> TensorT:
+    def rope_write_kv(self, qkv: TensorT, inverse_frequencies: VectorT_contra, shape: AttentionShape) -> TensorT:
         """Rotate queries and keys by their positions, and store keys and values in the layer's cache.
 
         Returns:
@@ -105,7 +107,7 @@ class Ops(Protocol[TensorT, MatrixT_contra, VectorT_contra]):
         """
         ...
 
-    def attention(self, query: TensorT, layer: int, shape: AttentionShape) -> TensorT:
+    def attention(self, query: TensorT, shape: AttentionShape) -> TensorT:
         """What each token gathers from its sequence up to itself, [num_tokens, num_heads * head_dim]."""
         ...
 
@@ -123,13 +125,19 @@ class Decoder(Generic[MatrixT, VectorT]):
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights[MatrixT, VectorT]) -> None:
         self._config = config
-        self._shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            window=config.sliding_window,
-        )
+        self._shapes = {
+            layer: AttentionShape(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.head_dim**-0.5,
+                window=group.window,
+                kv_group=kv_group,
+                kv_layer=kv_layer,
+            )
+            for kv_group, group in enumerate(config.kv_groups)
+            for kv_layer, layer in enumerate(group.layers)
+        }
         self.weights = weights
 
     def forward(self, ops: Ops[TensorT, MatrixT, VectorT]) -> TensorT:
@@ -144,8 +152,8 @@ class Decoder(Generic[MatrixT, VectorT]):
         next_norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm]
         for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-            query = ops.rope_write_kv(qkv, i, weights.inverse_frequencies, self._shape)
-            x = ops.attention(query, i, self._shape)
+            query = ops.rope_write_kv(qkv, weights.inverse_frequencies, self._shapes[i])
+            x = ops.attention(query, self._shapes[i])
             if layer is weights.layers[-1]:
                 # All keys and values are stored: the other tokens have done what they are for.
                 x, residual = ops.select_logit_rows(x), ops.select_logit_rows(residual)

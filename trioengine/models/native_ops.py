@@ -136,14 +136,27 @@ class NativeOps:
         """As `ProgramBuilder.linear`."""
         return self.builder.linear(x, weight, bias)
 
-    def rope_write_kv(self, qkv: Buffer, layer: int, inverse_frequencies: Floats, shape: AttentionShape) -> Buffer:
+    def rope_write_kv(self, qkv: Buffer, inverse_frequencies: Floats, shape: AttentionShape) -> Buffer:
         """As `ProgramBuilder.rope_write_kv`; the queries are where they were."""
-        self.builder.rope_write_kv(qkv, layer, num_heads=shape.num_heads, inverse_frequencies=inverse_frequencies)
+        self.builder.rope_write_kv(
+            qkv,
+            shape.kv_layer,
+            num_heads=shape.num_heads,
+            inverse_frequencies=inverse_frequencies,
+            kv_group=shape.kv_group,
+        )
         return qkv
 
-    def attention(self, query: Buffer, layer: int, shape: AttentionShape) -> Buffer:
+    def attention(self, query: Buffer, shape: AttentionShape) -> Buffer:
         """As `ProgramBuilder.attention`."""
-        return self.builder.attention(query, layer, num_heads=shape.num_heads, scale=shape.scale, window=shape.window)
+        return self.builder.attention(
+            query,
+            shape.kv_layer,
+            num_heads=shape.num_heads,
+            scale=shape.scale,
+            window=shape.window,
+            kv_group=shape.kv_group,
+        )
 
     def silu_and_mul(self, gate_up: Buffer) -> Buffer:
         """As `ProgramBuilder.silu_mul`."""

@@ -54,10 +54,10 @@ class DecoderInput:
     """[num_tokens]."""
     positions: Tensor
     """[num_tokens]: each token's place in its sequence."""
-    slots: Tensor
-    """[num_tokens]: `block_id * block_size + offset`, where the token's key and value are stored."""
-    attention: AttentionPlan
-    """Made with the window that the model has."""
+    slots: Sequence[Tensor]
+    """For each KV group, [num_tokens]: `block_id * block_size + offset`, where the token's key and value are stored."""
+    attention: Sequence[AttentionPlan]
+    """For each KV group, with its blocks and its window."""
     logit_rows: Tensor
     """[num_logit_rows]: the tokens whose successors are wanted."""
 
@@ -65,7 +65,8 @@ class DecoderInput:
 class TorchOps:
     """The operations of one step. Nothing is overwritten but the cache."""
 
-    def __init__(self, batch: DecoderInput, kv_cache: Sequence[LayerKVCache]) -> None:
+    def __init__(self, batch: DecoderInput, kv_cache: Sequence[Sequence[LayerKVCache]]) -> None:
+        """`kv_cache`: for each KV group, its layers' in their order."""
         self._batch = batch
         self._kv_cache = kv_cache
         self._angles: tuple[Tensor, Tensor] | None = None
@@ -86,7 +87,7 @@ class TorchOps:
         """`x @ weightᵀ + bias`."""
         return F.linear(x, weight, bias)
 
-    def rope_write_kv(self, qkv: Tensor, layer: int, inverse_frequencies: Tensor, shape: AttentionShape) -> Tensor:
+    def rope_write_kv(self, qkv: Tensor, inverse_frequencies: Tensor, shape: AttentionShape) -> Tensor:
         """The rotated queries, [num_tokens, num_heads, head_dim]."""
         if self._angles is None:
             angles = self._batch.positions.unsqueeze(1) * inverse_frequencies
@@ -94,14 +95,14 @@ class TorchOps:
         heads = qkv.unflatten(1, (-1, shape.head_dim))
         num_rotated = shape.num_heads + shape.num_kv_heads
         rotated = rope(heads[:, :num_rotated], *self._angles)
-        cache = self._kv_cache[layer]
-        write_kv(rotated[:, shape.num_heads :], heads[:, num_rotated:], cache.keys, cache.values, self._batch.slots)
+        cache, slots = self._kv_cache[shape.kv_group][shape.kv_layer], self._batch.slots[shape.kv_group]
+        write_kv(rotated[:, shape.num_heads :], heads[:, num_rotated:], cache.keys, cache.values, slots)
         return rotated[:, : shape.num_heads]
 
-    def attention(self, query: Tensor, layer: int, shape: AttentionShape) -> Tensor:
+    def attention(self, query: Tensor, shape: AttentionShape) -> Tensor:
         """As `trioengine_kernels.paged_attention`, the heads side by side."""
-        cache = self._kv_cache[layer]
-        return paged_attention(query, cache.keys, cache.values, self._batch.attention, scale=shape.scale).flatten(1)
+        cache, plan = self._kv_cache[shape.kv_group][shape.kv_layer], self._batch.attention[shape.kv_group]
+        return paged_attention(query, cache.keys, cache.values, plan, scale=shape.scale).flatten(1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """As `trioengine_kernels.silu_and_mul`."""

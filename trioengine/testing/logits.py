@@ -23,15 +23,18 @@ def torch_logits(model: TorchModel, token_ids: Sequence[int], ops: type[TorchOps
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     shape = (num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     places = torch.arange(len(token_ids))
-    plan = plan_attention(
-        torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
-        torch.tensor([0, len(token_ids)]),
-        torch.tensor([len(token_ids)]),
-        block_size=BLOCK_SIZE,
-        window=config.sliding_window,
-    )
-    batch = DecoderInput(torch.tensor(token_ids), places, places, plan, places)
-    cache = [LayerKVCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+    plans = [
+        plan_attention(
+            torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
+            torch.tensor([0, len(token_ids)]),
+            torch.tensor([len(token_ids)]),
+            block_size=BLOCK_SIZE,
+            window=group.window,
+        )
+        for group in config.kv_groups
+    ]
+    batch = DecoderInput(torch.tensor(token_ids), places, [places] * len(plans), plans, places)
+    cache = [[LayerKVCache(torch.zeros(shape), torch.zeros(shape)) for _ in group.layers] for group in config.kv_groups]
     with torch.inference_mode():
         return model.decoder.forward(ops(batch, cache)).numpy()
 
@@ -41,28 +44,34 @@ def native_logits(model: NativeModel, token_ids: Sequence[int], counts: Sequence
     config, library = model.config, native_library()
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     program = record(model, library, max_tokens=max(counts), max_logit_rows=max(counts))
-    cache = KVCache(
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
+    caches = [
+        KVCache(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            num_layers=len(group.layers),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        for group in config.kv_groups
+    ]
     pool = ThreadPool(library, num_threads)
-    block_table = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
+    # Of each group other blocks.
+    order = np.arange(num_blocks, dtype=np.int32)[::-1]
+    block_tables = np.stack([np.roll(order, i) for i in range(len(caches))])
     logits, first = [], 0
     for count in counts:
         places = np.arange(first, first + count, dtype=np.int32)
+        blocks = block_tables.take(places // BLOCK_SIZE, axis=1)
         step = StepArrays(
             token_ids=np.array(token_ids[first : first + count], np.int32),
             positions=places,
-            slots=block_table[places // BLOCK_SIZE] * np.int32(BLOCK_SIZE) + places % np.int32(BLOCK_SIZE),
+            slots=blocks * np.int32(BLOCK_SIZE) + places % np.int32(BLOCK_SIZE),
             query_start=np.array([0, count], np.int32),
             seq_lens=np.array([first + count], np.int32),
-            block_table=block_table[None],
+            block_table=block_tables[:, None].copy(),
             logit_rows=np.arange(count, dtype=np.int32),
         )
-        logits.append(program.run(step, cache, pool).copy())
+        logits.append(program.run(step, caches, pool).copy())
         first += count
     assert first == len(token_ids)
     return np.concatenate(logits)

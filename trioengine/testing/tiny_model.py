@@ -145,8 +145,8 @@ def write_gguf(path: Path, model: TorchModel, encode: Encode | None = None) -> N
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_epsilon)
-    if config.sliding_window is not None:
-        writer.add_sliding_window(config.sliding_window)
+    if (window := config.layer_windows[0]) is not None:
+        writer.add_sliding_window(window)
     for token_id in config.eos_token_ids[:1]:
         writer.add_eos_token_id(token_id)
 

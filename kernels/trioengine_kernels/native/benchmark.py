@@ -154,10 +154,10 @@ class _Harness:
         self._step = StepArrays(
             token_ids=np.arange(num_tokens, dtype=np.int32),
             positions=positions,
-            slots=(table[owners, positions // 16] * 16 + positions % 16).astype(np.int32),
+            slots=(table[owners, positions // 16] * 16 + positions % 16).astype(np.int32)[None],
             query_start=np.arange(0, num_tokens + 1, num_queries, dtype=np.int32),
             seq_lens=np.full(num_sequences, num_keys, np.int32),
-            block_table=table,
+            block_table=table[None],
             logit_rows=np.zeros(1, np.int32),
         )
 
@@ -178,7 +178,7 @@ class _Harness:
         for _ in range(count):
             record(builder, x)
         program = builder.build(builder.select_rows(x))
-        return _best_s(lambda: program.run(self._step, self._cache, self._pool))
+        return _best_s(lambda: program.run(self._step, [self._cache], self._pool))
 
 
 def _best_s(run: Callable[[], object]) -> float:

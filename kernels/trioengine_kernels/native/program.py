@@ -31,26 +31,31 @@ Ints = NDArray[np.int32]
 
 @attrs.frozen(eq=False)
 class StepArrays:
-    """The packed tokens of one step. All int32 and contiguous."""
+    """The packed tokens of one step. All int32 and contiguous.
+
+    A KV group is layers whose keys and values lie in the same blocks of one cache.
+    """
 
     token_ids: Ints
     """[num_tokens]."""
     positions: Ints
     """[num_tokens]: each token's place in its sequence."""
     slots: Ints
-    """[num_tokens]: `block_id * block_size + offset`, where the token's key and value are stored."""
+    """[num_kv_groups, num_tokens]: `block_id * block_size + offset`, where the token's key and value are stored."""
     query_start: Ints
     """[num_seqs + 1]: sequence i's tokens are rows `query_start[i]` to `query_start[i + 1] - 1`, its last ones."""
     seq_lens: Ints
     """[num_seqs]: tokens of each sequence, those of this step included."""
     block_table: Ints
-    """[num_seqs, max_blocks]: the blocks of each sequence. Entries behind a sequence's last block are not read."""
+    """[num_kv_groups, num_seqs, max_blocks]: the blocks of each sequence. Entries behind a sequence's last block, and
+    those whose tokens all its queries of this step have left behind the group's window, are not read."""
     logit_rows: Ints
     """[num_logit_rows]: the tokens whose logits are wanted."""
 
 
 class KVCache:
-    """Keys and values of all layers, halves, in a layout of the native backend's own. Empty blocks take no memory."""
+    """Keys and values of a KV group's layers, halves, in a layout of the native backend's own. Empty blocks take no
+    memory."""
 
     def __init__(self, *, num_blocks: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
         if block_size % KV_TOKENS or block_size <= 0:
@@ -83,6 +88,11 @@ class KVCache:
             self.data.ctypes.data, layer_size, self.num_kv_heads, self.head_dim, self.padded_dim, self.block_size
         )
 
+    def block(self, block_id: int) -> NDArray[np.uint16]:
+        """A view of a block in all layers: [num_layers, block_size / 16, num_kv_heads, halves of 16 tokens]."""
+        num_units = self.block_size // KV_TOKENS
+        return self.data[:, block_id * num_units : (block_id + 1) * num_units]
+
     def keys(self, layer: int) -> NDArray[np.float16]:
         """A view of a layer's keys: [num_blocks * block_size / 16, num_kv_heads, head_dim, 16]."""
         units = self.data[layer, ..., : KV_TOKENS * self.head_dim].view(np.float16)
@@ -109,6 +119,15 @@ class Buffer:
     """Its rows are the step's logit rows, else its tokens."""
     op_index: int | None
     """The operation that fills it, where that one may write its quantized form, too."""
+
+
+@attrs.define
+class _KVGroup:
+    """What a program needs of a KV group's cache and blocks."""
+
+    num_layers: int = 0
+    window: int | None = 0
+    """The largest of its layers; None where one sees all tokens."""
 
 
 class ProgramBuilder:
@@ -140,7 +159,7 @@ class ProgramBuilder:
         self._quantized: dict[int, int] = {}
         """By a buffer's address: that of its quantized form."""
         self._rope_tables: dict[bytes, int] = {}
-        self._num_layers = 0
+        self._kv_groups: list[_KVGroup] = []
 
     def embedding(self, tiles: WeightTiles) -> Buffer:
         """The rows of the step's token ids."""
@@ -194,25 +213,28 @@ class ProgramBuilder:
             first += tiles.rows
         return out
 
-    def rope_write_kv(self, qkv: Buffer, layer: int, *, num_heads: int, inverse_frequencies: Floats | None) -> None:
+    def rope_write_kv(
+        self, qkv: Buffer, layer: int, *, num_heads: int, inverse_frequencies: Floats | None, kv_group: int = 0
+    ) -> None:
         """Rotate queries and keys in place, and store keys and values in the cache.
 
         Args:
             qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values.
-            layer: of the cache.
+            layer: of the group's cache.
             num_heads: of the queries.
             inverse_frequencies: [rotary_dim / 2], angle per position; None rotates nothing.
+            kv_group: whose cache and slots are used.
         """
-        self._check_qkv(qkv, layer, num_heads)
+        group = self._check_qkv(qkv, layer, num_heads, kv_group)
         half = 0 if inverse_frequencies is None else len(inverse_frequencies)
         if 2 * half > self._head_dim:
             raise ValueError(f"{half} frequencies are too many for heads of {self._head_dim}.")
         table = None if inverse_frequencies is None else self._rope_table(inverse_frequencies)
-        rope = c.RopeWrite(qkv.address, table, qkv.width, half, num_heads, layer)
+        rope = c.RopeWrite(qkv.address, table, qkv.width, half, num_heads, kv_group, layer)
         self._read(qkv)
         self._add(OpKind.ROPE_WRITE, rope_write=rope)
         self._changed(qkv)
-        self._num_layers = max(self._num_layers, layer + 1)
+        group.num_layers = max(group.num_layers, layer + 1)
 
     def attention(
         self,
@@ -223,6 +245,7 @@ class ProgramBuilder:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        kv_group: int = 0,
     ) -> Buffer:
         """Attend from each query to the keys of its sequence up to and including itself.
 
@@ -230,13 +253,14 @@ class ProgramBuilder:
 
         Args:
             qkv: as `rope_write_kv` left it.
-            layer: of the cache; this step's keys and values are in it.
+            layer: of the group's cache; this step's keys and values are in it.
             num_heads: of the queries. Head h reads KV head `h // (num_heads / num_kv_heads)`.
             scale: multiplies query · key.
             window: a query sees itself and the `window - 1` tokens before it; None is all of them.
             soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax.
+            kv_group: whose cache and block table are used.
         """
-        self._check_qkv(qkv, layer, num_heads)
+        group = self._check_qkv(qkv, layer, num_heads, kv_group)
         if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0):
             raise ValueError("A window and a soft cap must be positive.")
         self._read(qkv)
@@ -245,6 +269,7 @@ class ProgramBuilder:
             query=qkv.address,
             out=out.address,
             query_stride=qkv.width,
+            kv_group=kv_group,
             layer=layer,
             num_heads=num_heads,
             window=window or 0,
@@ -253,6 +278,8 @@ class ProgramBuilder:
         )
         index = self._add(OpKind.ATTENTION, attention=attention)
         self._add(OpKind.ATTENTION_MERGE, attention=attention)
+        group.num_layers = max(group.num_layers, layer + 1)
+        group.window = None if window is None or group.window is None else max(window, group.window)
         return attrs.evolve(out, op_index=index)
 
     def silu_mul(self, gate_up: Buffer) -> Buffer:
@@ -297,7 +324,7 @@ class ProgramBuilder:
             max_tokens=self._max_tokens,
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
-            num_layers=self._num_layers,
+            kv_groups=self._kv_groups,
             vocab_size=self._vocab_size,
         )
 
@@ -370,13 +397,16 @@ class ProgramBuilder:
         self._rope_tables[key] = table.address
         return table.address
 
-    def _check_qkv(self, qkv: Buffer, layer: int, num_heads: int) -> None:
+    def _check_qkv(self, qkv: Buffer, layer: int, num_heads: int, kv_group: int) -> _KVGroup:
         if num_heads < 1 or num_heads % self._num_kv_heads:
             raise ValueError(f"{num_heads} heads cannot share {self._num_kv_heads} KV heads.")
         if qkv.width != (num_heads + 2 * self._num_kv_heads) * self._head_dim or qkv.is_for_logits:
             raise ValueError(f"{qkv.width} is not the width of {num_heads} heads' queries, keys and values.")
-        if layer < 0:
-            raise ValueError("A layer's number is not negative.")
+        if layer < 0 or not 0 <= kv_group <= len(self._kv_groups):
+            raise ValueError("Layers and KV groups count from 0, and groups come in their order.")
+        if kv_group == len(self._kv_groups):
+            self._kv_groups.append(_KVGroup())
+        return self._kv_groups[kv_group]
 
     def _buffer(self, width: int, is_for_logits: bool = False) -> Buffer:
         return Buffer(self._memory.add(self._max_rows(is_for_logits) * width * 4), width, is_for_logits, None)
@@ -423,7 +453,7 @@ class Program:
         max_tokens: int,
         num_kv_heads: int,
         head_dim: int,
-        num_layers: int,
+        kv_groups: Sequence[_KVGroup],
         vocab_size: int,
     ) -> None:
         assert library.function("te_op_bytes", ctypes.c_size_t)() == ctypes.sizeof(c.Op)
@@ -436,7 +466,7 @@ class Program:
         self._logits = logits
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._num_layers = num_layers
+        self._kv_groups = tuple(kv_groups)
         self._vocab_size = vocab_size
         self._run = library.function("te_program_run", c_int32, c_void_p, c_void_p, c_void_p)
         self._destroy = library.function("te_program_destroy", None, c_void_p)
@@ -450,8 +480,8 @@ class Program:
             self._destroy(self._handle)
             self._handle = None
 
-    def run(self, step: StepArrays, cache: KVCache, pool: ThreadPool) -> Floats:
-        """Compute a step and store its keys and values in the cache.
+    def run(self, step: StepArrays, caches: Sequence[KVCache], pool: ThreadPool) -> Floats:
+        """Compute a step and store its keys and values in the caches, one for each KV group.
 
         Returns:
             The logits, [num_logit_rows, vocab_size]: a view that the next step overwrites.
@@ -460,7 +490,8 @@ class Program:
             ValueError: the step has no or too many tokens or logit rows, or an index that is out of range.
             MemoryError: working memory for the step is not to be had.
         """
-        self._check(step, cache)
+        self._check(step, caches)
+        structures = (c.Cache * len(caches))(*(cache.structure for cache in caches))
         addresses = [
             _address(array)
             for array in (
@@ -477,23 +508,21 @@ class Program:
             len(step.token_ids),
             len(step.seq_lens),
             len(step.logit_rows),
-            step.block_table.shape[1],
+            step.block_table.shape[2],
             *addresses,
-            cache.structure,
+            ctypes.addressof(structures),
         )
         if not self._run(self._handle, pool.handle, ctypes.addressof(structure)):
             raise MemoryError("There is no memory for the step.")
         return self._logits[: len(step.logit_rows)]
 
-    def _check(self, step: StepArrays, cache: KVCache) -> None:
-        num_tokens, num_seqs = len(step.token_ids), len(step.seq_lens)
+    def _check(self, step: StepArrays, caches: Sequence[KVCache]) -> None:
+        num_tokens, num_seqs, num_groups = len(step.token_ids), len(step.seq_lens), len(caches)
         arrays = [getattr(step, field.name) for field in attrs.fields(StepArrays)]
         if any(array.dtype != np.int32 or not array.flags.c_contiguous for array in arrays):
             raise ValueError("The arrays of a step must be contiguous int32.")
-        if (cache.num_kv_heads, cache.head_dim) != (self._num_kv_heads, self._head_dim):
-            raise ValueError("The cache has other heads than the program.")
-        if cache.num_layers < self._num_layers:
-            raise ValueError("The cache has fewer layers than the program.")
+        if num_groups < len(self._kv_groups):
+            raise ValueError("There are fewer caches than KV groups.")
         if not 1 <= num_tokens <= self.max_tokens or len(step.logit_rows) > self.max_logit_rows:
             raise ValueError(
                 f"A step takes 1 to {self.max_tokens} tokens and up to {self.max_logit_rows} rows of logits."
@@ -501,30 +530,42 @@ class Program:
         starts, lens, blocks = step.query_start, step.seq_lens, step.block_table
         counts = np.diff(starts)
         is_shaped = (
-            len(step.positions) == len(step.slots) == num_tokens
+            len(step.positions) == num_tokens
+            and step.slots.shape == (num_groups, num_tokens)
             and len(starts) == num_seqs + 1
-            and blocks.ndim == 2
-            and len(blocks) == num_seqs
+            and blocks.ndim == 3
+            and blocks.shape[:2] == (num_groups, num_seqs)
         )
         if not is_shaped or starts[0] != 0 or starts[-1] != num_tokens or counts.min(initial=1) < 1:
             raise ValueError("The arrays of the step do not fit each other.")
-        if (lens < counts).any() or (-(-lens // cache.block_size) > blocks.shape[1]).any():
-            raise ValueError("A sequence is shorter than its queries or longer than its blocks.")
-        used = np.arange(blocks.shape[1]) * cache.block_size < lens[:, None]
-        limits = [
-            (step.token_ids, self._vocab_size),
-            (step.slots, cache.num_blocks * cache.block_size),
-            (step.logit_rows, num_tokens),
-            (blocks[used], cache.num_blocks),
-            (step.positions, 1 << 31),
-        ]
+        if (lens < counts).any():
+            raise ValueError("A sequence is shorter than its queries.")
         # An index out of range would read or overwrite foreign memory.
-        if any(array.size and not (array.min() >= 0 and array.max() < limit) for array, limit in limits):
-            raise ValueError("The step holds an index that is out of range.")
+        _check_range(step.token_ids, self._vocab_size)
+        _check_range(step.logit_rows, num_tokens)
+        _check_range(step.positions, 1 << 31)
+        for group, cache, slots, table in zip(self._kv_groups, caches, step.slots, blocks, strict=False):
+            if (cache.num_kv_heads, cache.head_dim) != (self._num_kv_heads, self._head_dim):
+                raise ValueError("A cache has other heads than the program.")
+            if cache.num_layers < group.num_layers:
+                raise ValueError("A cache has fewer layers than its KV group.")
+            if (-(-lens // cache.block_size) > table.shape[1]).any():
+                raise ValueError("A sequence is longer than its blocks.")
+            first_places = np.arange(table.shape[1]) * cache.block_size
+            is_read = first_places < lens[:, None]
+            if group.window is not None:
+                is_read &= first_places + cache.block_size > (lens - counts - group.window + 1)[:, None]
+            _check_range(slots, cache.num_blocks * cache.block_size)
+            _check_range(table[is_read], cache.num_blocks)
 
 
 def _address(array: NDArray[np.generic]) -> int:
     return array.ctypes.data
+
+
+def _check_range(array: Ints, limit: int) -> None:
+    if array.size and not (array.min() >= 0 and array.max() < limit):
+        raise ValueError("The step holds an index that is out of range.")
 
 
 def _check_same(x: Buffer, residual: Buffer) -> None:

@@ -91,6 +91,7 @@ class RopeWrite(ctypes.Structure):
         ("qkv_stride", c_int64),
         ("half", c_int32),
         ("num_heads", c_int32),
+        ("kv_group", c_int32),
         ("layer", c_int32),
     ]
 
@@ -104,6 +105,7 @@ class Attention(ctypes.Structure):
         ("groups", c_void_p),
         ("partials", c_void_p),
         ("query_stride", c_int64),
+        ("kv_group", c_int32),
         ("layer", c_int32),
         ("num_heads", c_int32),
         ("window", c_int32),
@@ -199,5 +201,5 @@ class Step(ctypes.Structure):
         ("seq_lens", c_void_p),
         ("block_table", c_void_p),
         ("logit_rows", c_void_p),
-        ("cache", Cache),
+        ("caches", c_void_p),
     ]

@@ -26,13 +26,13 @@ class _Decodes:
     rows: Tensor
     """[num_seqs], int64: their rows of the queries."""
     block_ids: Tensor
-    """[num_seqs * blocks_per_seq], int64."""
+    """[num_seqs * blocks_per_seq], int64: from the first that is seen."""
     num_keys: int
-    """Context of the longest."""
+    """Of the sequence with the most, counted from the start of its first block."""
     mask: Tensor | None
     """[num_seqs, 1, 1, num_keys], bool, True is seen. None where every key is."""
     padding: Tensor | None
-    """int64 places, among all gathered keys, that belong to no token."""
+    """int64 places, among all gathered keys, that are not seen."""
 
 
 @attrs.frozen(eq=False)
@@ -42,7 +42,9 @@ class _Chunk:
     first_row: int
     end_row: int
     block_ids: Tensor
-    """[num_blocks], int64."""
+    """[num_blocks], int64: from the first that is seen."""
+    first_key: int
+    """Counted from the start of the first block."""
     num_keys: int
     mask: Tensor
     """[num_queries, num_keys], bool, True is seen."""
@@ -66,7 +68,7 @@ def plan_attention(
 
     Args:
         block_table: [num_seqs, max_blocks], int32: the blocks of each sequence in order. Entries behind a sequence's
-            last block are not read, but must be ids of existing blocks.
+            last block, and those whose tokens no query sees through the window any more, are not read.
         query_start: [num_seqs + 1], int32: the queries of sequence i are rows `query_start[i]` to
             `query_start[i + 1] - 1`; they are its last tokens. No sequence is without a query.
         seq_lens: [num_seqs], int32: tokens of each sequence, those of this step included.
@@ -75,12 +77,14 @@ def plan_attention(
     """
     starts, lens = query_start.tolist(), seq_lens.tolist()
     decodes = [i for i in range(len(lens)) if starts[i + 1] - starts[i] == 1]
-    decodes.sort(key=lambda i: lens[i], reverse=True)
+    # Counted from the start of the first block that a decode sees.
+    num_keys = lens if window is None else [n - max(0, n - window) // block_size * block_size for n in lens]
+    decodes.sort(key=lambda i: num_keys[i], reverse=True)
     block_table = block_table.long()
     return AttentionPlan(
         decodes=[
-            _plan_decodes(group, starts, lens, block_table, block_size, window)
-            for group in _groups(decodes, lens, block_size)
+            _plan_decodes(group, starts, lens, num_keys, block_table, block_size, window)
+            for group in _groups(decodes, num_keys, block_size)
         ],
         chunks=[
             _plan_chunk(starts[i], starts[i + 1], lens[i], block_table[i], block_size, window)
@@ -124,8 +128,7 @@ def paged_attention(
         result = _attend(grouped.index_select(0, decodes.rows), keys, values, decodes.mask, False, scale, soft_cap)
         output.index_copy_(0, decodes.rows, result)
     for chunk in plan.chunks:
-        keys = key_cache.index_select(0, chunk.block_ids).flatten(0, 1)[: chunk.num_keys].transpose(0, 1)
-        values = value_cache.index_select(0, chunk.block_ids).flatten(0, 1)[: chunk.num_keys].transpose(0, 1)
+        keys, values = _gather_chunk(key_cache, chunk), _gather_chunk(value_cache, chunk)
         # The heads of a group stand in the batch dimension, where they share keys and values without a copy.
         rows = grouped[chunk.first_row : chunk.end_row].permute(2, 1, 0, 3)
         shape = (rows.shape[0], *keys.shape)
@@ -154,48 +157,62 @@ def _plan_decodes(
     group: Sequence[int],
     starts: Sequence[int],
     lens: Sequence[int],
+    num_keys: Sequence[int],
     block_table: Tensor,
     block_size: int,
     window: int | None,
 ) -> _Decodes:
     device = block_table.device
-    num_keys = lens[group[0]]
-    num_blocks = -(-num_keys // block_size)
-    rows = torch.tensor([starts[i] for i in group], device=device)
+    most_keys = num_keys[group[0]]
+    num_blocks = -(-most_keys // block_size)
     group_lens = torch.tensor([lens[i] for i in group], device=device).unsqueeze(1)
+    ends = torch.tensor([num_keys[i] for i in group], device=device).unsqueeze(1)
+    # What is behind a sequence's last block is padding: any block does, and its last one exists.
+    columns = (group_lens - ends) // block_size + torch.arange(num_blocks, device=device)
+    columns = torch.minimum(columns, (group_lens - 1) // block_size)
     places = torch.arange(num_blocks * block_size, device=device)
-    is_used = places < group_lens
-    is_seen = is_used if window is None else is_used & (places >= group_lens - window)
-    has_padding = len(group) > 1 and lens[group[-1]] < num_keys
+    is_seen = places < ends
+    if window is not None:
+        is_seen &= places >= ends - window
+    has_padding = window is not None or num_keys[group[-1]] < most_keys
     return _Decodes(
-        rows=rows,
-        block_ids=block_table[torch.tensor(group, device=device), :num_blocks].flatten(),
-        num_keys=num_keys,
-        mask=is_seen[:, None, None, :num_keys] if has_padding or window is not None else None,
-        padding=(~is_used).flatten().nonzero().flatten() if has_padding else None,
+        rows=torch.tensor([starts[i] for i in group], device=device),
+        block_ids=block_table[torch.tensor(group, device=device).unsqueeze(1), columns].flatten(),
+        num_keys=most_keys,
+        mask=is_seen[:, None, None, :most_keys] if has_padding else None,
+        padding=(~is_seen).flatten().nonzero().flatten() if has_padding else None,
     )
 
 
 def _plan_chunk(
-    first_row: int, end_row: int, num_keys: int, block_ids: Tensor, block_size: int, window: int | None
+    first_row: int, end_row: int, seq_len: int, block_ids: Tensor, block_size: int, window: int | None
 ) -> _Chunk:
-    places = torch.arange(num_keys, device=block_ids.device)
-    own_places = places[num_keys - (end_row - first_row) :].unsqueeze(1)
+    first_query = seq_len - (end_row - first_row)
+    first_key = 0 if window is None else max(0, first_query - window + 1)
+    places = torch.arange(first_key, seq_len, device=block_ids.device)
+    own_places = places[first_query - first_key :].unsqueeze(1)
     is_seen = places <= own_places
     if window is not None:
         is_seen &= places > own_places - window
     return _Chunk(
         first_row=first_row,
         end_row=end_row,
-        block_ids=block_ids[: -(-num_keys // block_size)],
-        num_keys=num_keys,
+        block_ids=block_ids[first_key // block_size : -(-seq_len // block_size)],
+        first_key=first_key % block_size,
+        num_keys=seq_len - first_key,
         mask=is_seen,
-        is_plain_causal=num_keys == end_row - first_row and (window is None or window >= num_keys),
+        is_plain_causal=first_query == 0 and (window is None or window >= seq_len),
     )
 
 
+def _gather_chunk(cache: Tensor, chunk: _Chunk) -> Tensor:
+    """The sequence's cache rows that are seen, [num_kv_heads, num_keys, head_dim]."""
+    rows = cache.index_select(0, chunk.block_ids).flatten(0, 1)
+    return rows[chunk.first_key : chunk.first_key + chunk.num_keys].transpose(0, 1)
+
+
 def _gather_padded(cache: Tensor, decodes: _Decodes) -> Tensor:
-    """The sequences' cache rows, [num_seqs, num_kv_heads, num_keys, head_dim], zeros where a sequence has no token."""
+    """The sequences' cache rows, [num_seqs, num_kv_heads, num_keys, head_dim], zeros where nothing is seen."""
     gathered = cache.index_select(0, decodes.block_ids)
     if decodes.padding is not None:
         # A mask alone would not do: a weight of zero times whatever an old owner left (infinity, NaN) is NaN.

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import gguf
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from trioengine.checkpoint.gguf import GGMLType, GGUFFile, GGUFTensor, open_gguf
 from trioengine.errors import CheckpointError
 from trioengine.models.config import (
     Architecture,
+    KVGroup,
     LinearRopeScaling,
     Llama3RopeScaling,
     config_from_folder,
@@ -117,11 +119,22 @@ def test_rope_is_read_from_old_and_new_keys(tmp_path: Path, changes, theta, scal
 
 def test_a_window_is_read_where_the_architecture_uses_it(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 32}
-    assert from_folder(tmp_path, mistral).sliding_window == 32
-    assert from_folder(tmp_path, mistral | {"sliding_window": None}).sliding_window is None
-    assert from_folder(tmp_path, {"sliding_window": 32}).sliding_window is None
+    assert from_folder(tmp_path, mistral).layer_windows == (32, 32)
+    assert from_folder(tmp_path, mistral | {"sliding_window": None}).layer_windows == (None, None)
+    assert from_folder(tmp_path, {"sliding_window": 32}).layer_windows == (None, None)
     qwen2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": False}
-    assert from_folder(tmp_path, qwen2).sliding_window is None
+    assert from_folder(tmp_path, qwen2).layer_windows == (None, None)
+    qwen2 |= {"use_sliding_window": True, "max_window_layers": 1}
+    assert from_folder(tmp_path, qwen2).layer_windows == (None, 32)
+    assert from_folder(tmp_path, qwen2 | {"max_window_layers": 0}).layer_windows == (32, 32)
+    types = {"layer_types": ["sliding_attention", "full_attention"]}
+    assert from_folder(tmp_path, qwen2 | types).layer_windows == (32, None)
+
+
+def test_layers_of_one_window_are_a_group(tmp_path: Path) -> None:
+    config = attrs.evolve(from_folder(tmp_path, {"num_hidden_layers": 5}), layer_windows=(8, None, 8, None, 4))
+    assert config.kv_groups == [KVGroup(8, (0, 2)), KVGroup(None, (1, 3)), KVGroup(4, (4,))]
+    assert from_folder(tmp_path, {}).kv_groups == [KVGroup(None, (0, 1))]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +160,27 @@ def test_a_window_is_read_where_the_architecture_uses_it(tmp_path: Path) -> None
         ({"quantization_config": {"quant_method": "awq"}}, "quantized safetensors are not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "'yarn' is not supported"),
         ({"rope_scaling": [1]}, "rope_scaling is not an object"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}, "sliding_window"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}, "max_window_layers"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "layer_types": ["full_attention"],
+            },
+            "layer_types",
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "layer_types": ["full_attention", "chunked_attention"],
+            },
+            "layer_types",
+        ),
+        ({"num_hidden_layers": 5000}, "num_hidden_layers"),
     ],
 )
 def test_wrong_facts_of_a_folder_are_named(tmp_path: Path, changes, message) -> None:
@@ -232,6 +265,6 @@ def test_a_file_that_the_gguf_package_wrote_is_read(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     config = config_from_gguf(open_gguf(path))
-    assert (config.architecture, config.rope_theta, config.sliding_window) == (Architecture.QWEN2, 1e6, 32)
+    assert (config.architecture, config.rope_theta, {*config.layer_windows}) == (Architecture.QWEN2, 1e6, {32})
     assert config.rope_scaling == LinearRopeScaling(4.0)
     assert config.rms_norm_epsilon == pytest.approx(1e-5)

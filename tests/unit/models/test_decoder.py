@@ -54,6 +54,18 @@ CASES = {
     "llama without groups": ("LlamaConfig", {"num_key_value_heads": 6, "rms_norm_eps": 1e-3}),
     "mistral with a window": ("MistralConfig", {"sliding_window": 7}),
     "qwen2": ("Qwen2Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}),
+    "qwen2 with windows in the last layers": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen2 with windows where it says": (
+        "Qwen2Config",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen2 tied": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 5}),
 }
 
@@ -75,52 +87,75 @@ def models(request, tmp_path_factory):
 
 
 class Driver:
-    """Feeds sequences to a decoder in any pieces and collects the logits of all their tokens."""
+    """Feeds sequences to a decoder in any pieces and collects the logits of all their tokens.
+
+    Each KV group has blocks of its own. Those behind its window are overwritten with NaN and taken off the block table.
+    """
 
     def __init__(self, model, sequences):
         self.model, self.sequences = model, sequences
         config = model.config
         num_blocks = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
-        order = torch.randperm(sum(num_blocks) + 3, generator=torch.Generator().manual_seed(3)).tolist()
-        self.block_table = torch.full((len(sequences), max(num_blocks)), order[-1], dtype=torch.int32)
-        for i, count in enumerate(num_blocks):
-            self.block_table[i, :count] = torch.tensor([order.pop(0) for _ in range(count)])
-        shape = (sum(num_blocks) + 3, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.cache = [
-            LayerKVCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(config.num_layers)
-        ]
+        self.block_tables, self.cache = [], []
+        for number, group in enumerate(config.kv_groups):
+            generator = torch.Generator().manual_seed(3 + number)
+            order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
+            table = torch.full((len(sequences), max(num_blocks)), -1, dtype=torch.int32)
+            for i, count in enumerate(num_blocks):
+                table[i, :count] = torch.tensor([order.pop(0) for _ in range(count)])
+            self.block_tables.append(table)
+            shape = (sum(num_blocks) + 3, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+            self.cache.append(
+                [LayerKVCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in group.layers]
+            )
         self.done = [0] * len(sequences)
         self.logits = [[] for _ in sequences]
 
     def step(self, counts):
         """Compute the next counts[i] tokens of sequence i; 0 leaves it out."""
         members = [i for i, count in enumerate(counts) if count]
-        token_ids, positions, slots = [], [], []
+        token_ids, positions, owners = [], [], []
         for i in members:
             places = range(self.done[i], self.done[i] + counts[i])
             token_ids += [self.sequences[i][place] for place in places]
             positions += places
-            slots += [
-                self.block_table[i, place // BLOCK_SIZE].item() * BLOCK_SIZE + place % BLOCK_SIZE for place in places
-            ]
+            owners += [i] * counts[i]
+        positions = torch.tensor(positions)
+        self.leave_windows(members)
+        for i in members:
             self.done[i] += counts[i]
-        plan = plan_attention(
-            self.block_table[members],
-            torch.tensor([0, *(counts[i] for i in members)]).cumsum(0).int(),
-            torch.tensor([self.done[i] for i in members]).int(),
-            block_size=BLOCK_SIZE,
-            window=self.model.config.sliding_window,
-        )
+        plans = [
+            plan_attention(
+                table[members],
+                torch.tensor([0, *(counts[i] for i in members)]).cumsum(0).int(),
+                torch.tensor([self.done[i] for i in members]).int(),
+                block_size=BLOCK_SIZE,
+                window=group.window,
+            )
+            for table, group in zip(self.block_tables, self.model.config.kv_groups, strict=True)
+        ]
         batch = DecoderInput(
             token_ids=torch.tensor(token_ids),
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            attention=plan,
+            positions=positions,
+            slots=[
+                table[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+                for table in self.block_tables
+            ],
+            attention=plans,
             logit_rows=torch.arange(len(token_ids)),
         )
         logits = self.model.decoder.forward(TorchOps(batch, self.cache))
         for i, rows in zip(members, logits.split([counts[i] for i in members]), strict=True):
             self.logits[i].append(rows)
+
+    def leave_windows(self, members):
+        for table, caches, group in zip(self.block_tables, self.cache, self.model.config.kv_groups, strict=True):
+            for i in members if group.window is not None else ():
+                for column in range(max(0, self.done[i] - group.window + 1) // BLOCK_SIZE):
+                    if table[i, column] >= 0:
+                        for cache in caches:
+                            cache.keys[table[i, column]] = cache.values[table[i, column]] = torch.nan
+                    table[i, column] = -1
 
 
 def check(models, schedule, lengths) -> None:
@@ -158,10 +193,11 @@ def test_only_the_wanted_rows_get_logits(models) -> None:
         batch = DecoderInput(
             token_ids=torch.tensor([3, 4, 5]),
             positions=torch.arange(3),
-            slots=driver.block_table[0, 0].item() * BLOCK_SIZE + torch.arange(3),
-            attention=plan_attention(
-                driver.block_table, torch.tensor([0, 3]), torch.tensor([3]), block_size=BLOCK_SIZE
-            ),
+            slots=[table[0, 0].item() * BLOCK_SIZE + torch.arange(3) for table in driver.block_tables],
+            attention=[
+                plan_attention(table, torch.tensor([0, 3]), torch.tensor([3]), block_size=BLOCK_SIZE)
+                for table in driver.block_tables
+            ],
             logit_rows=torch.tensor([2]),
         )
         assert ours.decoder.forward(TorchOps(batch, driver.cache)).shape == (1, TINY["vocab_size"])
@@ -181,7 +217,9 @@ MUTATIONS = {
     "llama untied, biased, other head size": lambda c, w: (c, without_biases(w, "output_bias")),
     "llama rope linear": lambda c, w: (c, attrs.evolve(w, inverse_frequencies=without_scaling(c))),
     "llama rope llama3": lambda c, w: (c, attrs.evolve(w, inverse_frequencies=without_scaling(c))),
-    "mistral with a window": lambda c, w: (attrs.evolve(c, sliding_window=8), w),
+    "mistral with a window": lambda c, w: (attrs.evolve(c, layer_windows=(8, 8, 8)), w),
+    "qwen2 with windows in the last layers": lambda c, w: (attrs.evolve(c, layer_windows=(None, None, 7)), w),
+    "qwen2 with windows where it says": lambda c, w: (attrs.evolve(c, layer_windows=(None, 5, None)), w),
     "qwen2": lambda c, w: (c, without_biases(w, "qkv_bias")),
     "qwen2 tied": lambda c, w: (c, attrs.evolve(w, head=w.head.flip(0))),
 }

@@ -33,7 +33,8 @@ CONFIGS = {
     "tied": attrs.evolve(TINY, has_tied_embeddings=True),
     "biased": attrs.evolve(TINY, has_qkv_bias=True, has_output_bias=True),
     "qwen2": attrs.evolve(TINY, architecture=Architecture.QWEN2, has_qkv_bias=True, rope_theta=1e6),
-    "window": attrs.evolve(TINY, sliding_window=7),
+    "window": attrs.evolve(TINY, layer_windows=(7, 7)),
+    "windows in some layers": attrs.evolve(TINY, num_layers=4, layer_windows=(None, 7, 20, 7)),
     "no groups": attrs.evolve(TINY, num_kv_heads=6),
     "large heads": attrs.evolve(TINY, num_heads=3, num_kv_heads=1, head_dim=80, hidden_size=96, vocab_size=130),
 }
@@ -47,9 +48,9 @@ def tokens_of(config: ModelConfig, length: int) -> list[int]:
 class HalfCacheOps(TorchOps):
     """Keys and values are rounded to halves, as the native cache holds them."""
 
-    def rope_write_kv(self, qkv, layer, inverse_frequencies, shape):
-        query = super().rope_write_kv(qkv, layer, inverse_frequencies, shape)
-        cache = self._kv_cache[layer]
+    def rope_write_kv(self, qkv, inverse_frequencies, shape):
+        query = super().rope_write_kv(qkv, inverse_frequencies, shape)
+        cache = self._kv_cache[shape.kv_group][shape.kv_layer]
         cache.keys.copy_(cache.keys.half())
         cache.values.copy_(cache.values.half())
         return query
@@ -69,6 +70,9 @@ def load_both(
 ) -> tuple[NativeModel, TorchModel]:
     write_gguf(folder / "tiny.gguf", random_model(config), encode)
     checkpoint = open_checkpoint(ModelLocation(ModelKind.GGUF, folder / "tiny.gguf", "tiny"))
+    # The file has one window for all layers.
+    read = attrs.evolve(checkpoint.config, layer_windows=config.layer_windows)
+    checkpoint = attrs.evolve(checkpoint, config=read)
     library = native_library()
     native = load_native_model(checkpoint, library, ThreadPool(library, 2), quantization)
     return native, load_torch_model(checkpoint)

@@ -14,19 +14,25 @@
 #define MIN_WORK_PER_CHUNK 30000 /* a microsecond: less is not worth taking, however many threads there are */
 #define GATED_COLUMNS 512
 
+/* How a step's queries are cut in the layers of one KV group. */
+typedef struct {
+    int32_t num_tasks;
+    int32_t num_merges;
+    size_t task_bytes; /* allocated */
+    TeAttentionTask *tasks;
+    int32_t merge_row[MAX_SPLIT_TOKENS];
+    int32_t merge_partial[MAX_SPLIT_TOKENS + 1];
+} AttentionPlan;
+
 struct TeProgram {
     TeOp *ops;
     int32_t num_ops;
     int32_t *chunks;
+    int32_t num_kv_groups;
     /* Of the step that runs: */
     int32_t num_threads;
     TeStep step;
-    int32_t num_tasks;
-    int32_t num_merges;
-    int32_t task_capacity;
-    TeAttentionTask *tasks;
-    int32_t merge_row[MAX_SPLIT_TOKENS];
-    int32_t merge_partial[MAX_SPLIT_TOKENS + 1];
+    AttentionPlan *plans; /* [KV groups] */
     float *partials;
     size_t partials_capacity;
     float *scratch; /* of all threads */
@@ -60,11 +66,16 @@ TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops)
     TeProgram *program = calloc(1, sizeof *program);
     if (!program)
         return NULL;
+    for (int32_t op = 0; op < num_ops; op++)
+        if (ops[op].kind == TE_OP_ATTENTION)
+            program->num_kv_groups = TE_MAX(program->num_kv_groups, ops[op].attention.kv_group + 1);
     program->ops = malloc((size_t)TE_MAX(num_ops, 1) * sizeof *ops);
     program->chunks = malloc((size_t)TE_MAX(num_ops, 1) * sizeof *program->chunks);
-    if (!program->ops || !program->chunks) {
+    program->plans = calloc((size_t)TE_MAX(program->num_kv_groups, 1), sizeof *program->plans);
+    if (!program->ops || !program->chunks || !program->plans) {
         free(program->ops);
         free(program->chunks);
+        free(program->plans);
         free(program);
         return NULL;
     }
@@ -75,9 +86,11 @@ TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops)
 
 TE_API void te_program_destroy(TeProgram *program)
 {
+    for (int32_t i = 0; i < program->num_kv_groups; i++)
+        free(program->plans[i].tasks);
     free(program->ops);
     free(program->chunks);
-    free(program->tasks);
+    free(program->plans);
     free(program->partials);
     free(program->scratch);
     free(program);
@@ -133,9 +146,10 @@ static int32_t num_chunks(const TeProgram *program, const TeOp *op)
             return rows * divide_up(op->gated.width, GATED_COLUMNS);
         return divide_up(rows, tokens_per_chunk(program, rows));
     case TE_OP_ATTENTION:
-        return program->num_tasks * program->step.cache.num_kv_heads;
+        return program->plans[op->attention.kv_group].num_tasks *
+               program->step.caches[op->attention.kv_group].num_kv_heads;
     case TE_OP_ATTENTION_MERGE:
-        return program->num_merges;
+        return program->plans[op->attention.kv_group].num_merges;
     default:
         return divide_up(rows, tokens_per_chunk(program, rows));
     }
@@ -212,7 +226,8 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
     case TE_OP_ROPE_WRITE: {
         const TeRopeWrite *rope = &op->rope_write;
         kernels->rope_write(rope->qkv + row * rope->qkv_stride, rope->cos_sin + row * 2 * rope->half, rope->half,
-                            rope->num_heads, &step->cache, rope->layer, step->slots[row]);
+                            rope->num_heads, &step->caches[rope->kv_group], rope->layer,
+                            step->slots[(int64_t)rope->kv_group * step->num_tokens + row]);
         break;
     }
     case TE_OP_SELECT_ROWS:
@@ -239,18 +254,21 @@ static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t threa
         break;
     case TE_OP_ATTENTION: {
         /* Tasks with the most keys first: the last ones to finish are short. */
-        int32_t kv_heads = program->step.cache.num_kv_heads, task = program->num_tasks - 1 - chunk / kv_heads;
+        const AttentionPlan *plan = &program->plans[op->attention.kv_group];
+        int32_t kv_heads = program->step.caches[op->attention.kv_group].num_kv_heads;
+        int32_t task = plan->num_tasks - 1 - chunk / kv_heads;
         TeAttention attention = op->attention;
         attention.partials = program->partials;
-        te_kernels()->attention(&attention, &program->step, &program->tasks[task], chunk % kv_heads,
+        te_kernels()->attention(&attention, &program->step, &plan->tasks[task], chunk % kv_heads,
                                 program->scratch + (size_t)thread * program->scratch_floats);
         break;
     }
     case TE_OP_ATTENTION_MERGE: {
+        const AttentionPlan *plan = &program->plans[op->attention.kv_group];
         TeAttention attention = op->attention;
         attention.partials = program->partials;
-        te_kernels()->merge(&attention, &program->step, program->merge_row[chunk], program->merge_partial[chunk],
-                            program->merge_partial[chunk + 1] - program->merge_partial[chunk]);
+        te_kernels()->merge(&attention, &program->step, plan->merge_row[chunk], plan->merge_partial[chunk],
+                            plan->merge_partial[chunk + 1] - plan->merge_partial[chunk]);
         break;
     }
     default: {
@@ -280,14 +298,15 @@ static int32_t first_split_of(int32_t place, int32_t window)
 }
 
 /* Cuts the step's queries into tasks: a few tokens each; where the step is so small that threads would idle, each
- * token's keys into splits. Fills in the tasks when `program->tasks` is there, else only counts. */
-static void plan_tasks(TeProgram *program, int32_t group, int32_t window, TeAttentionTask *tasks)
+ * token's keys into splits. Fills in `tasks` when it is there, else only counts. */
+static void plan_tasks(const TeProgram *program, AttentionPlan *plan, int32_t group, int32_t window,
+                       TeAttentionTask *tasks)
 {
     const TeStep *step = &program->step;
     const int32_t tokens_per_task = TE_MAX(1, QUERY_ROWS / group);
     const int32_t is_cut = program->num_threads > 1 && step->num_tokens <= MAX_SPLIT_TOKENS;
     int32_t count = 0, partial = 0;
-    program->num_merges = 0;
+    plan->num_merges = 0;
     for (int32_t sequence = 0; sequence < step->num_sequences; sequence++) {
         const int32_t start = step->query_start[sequence], end = step->query_start[sequence + 1];
         for (int32_t row = start; row < end;) {
@@ -297,11 +316,11 @@ static void plan_tasks(TeProgram *program, int32_t group, int32_t window, TeAtte
             TeAttentionTask task = {sequence, row, num_rows, first_split, end_split, -1};
             if (is_cut && end_split - first_split > 1) {
                 if (tasks) {
-                    program->merge_row[program->num_merges] = row;
-                    program->merge_partial[program->num_merges] = partial;
-                    program->merge_partial[program->num_merges + 1] = partial + end_split - first_split;
+                    plan->merge_row[plan->num_merges] = row;
+                    plan->merge_partial[plan->num_merges] = partial;
+                    plan->merge_partial[plan->num_merges + 1] = partial + end_split - first_split;
                 }
-                program->num_merges++;
+                plan->num_merges++;
                 for (int32_t split = first_split; split < end_split; split++, count++, partial++)
                     if (tasks)
                         tasks[count] = (TeAttentionTask){sequence, row, num_rows, split, split + 1, partial};
@@ -313,37 +332,43 @@ static void plan_tasks(TeProgram *program, int32_t group, int32_t window, TeAtte
             row += num_rows;
         }
     }
-    program->num_tasks = count;
+    plan->num_tasks = count;
+}
+
+/* Plans the attention of one KV group's layers, and reserves memory for it. */
+static int prepare_group(TeProgram *program, int32_t kv_group)
+{
+    AttentionPlan *plan = &program->plans[kv_group];
+    const TeCache *cache = &program->step.caches[kv_group];
+    int32_t num_heads = 0, window = 0, all_windows = 1;
+    for (int32_t op = 0; op < program->num_ops; op++)
+        if (program->ops[op].kind == TE_OP_ATTENTION && program->ops[op].attention.kv_group == kv_group) {
+            num_heads = TE_MAX(num_heads, program->ops[op].attention.num_heads);
+            window = TE_MAX(window, program->ops[op].attention.window);
+            all_windows &= program->ops[op].attention.window > 0;
+        }
+    if (!num_heads)
+        return 1;
+    if (!all_windows)
+        window = 0; /* layers without see all keys; those with a window skip what they do not see */
+    const int32_t group = num_heads / cache->num_kv_heads;
+    plan_tasks(program, plan, group, window, NULL);
+    if (!reserve((void **)&plan->tasks, &plan->task_bytes, (size_t)plan->num_tasks * sizeof(TeAttentionTask)))
+        return 0;
+    plan_tasks(program, plan, group, window, plan->tasks);
+    size_t num_partials = plan->num_merges ? (size_t)plan->merge_partial[plan->num_merges] : 0;
+    size_t partial_bytes = num_partials * (size_t)num_heads * (2 + (size_t)cache->padded_dim) * sizeof(float);
+    size_t scratch_floats = te_attention_scratch_floats(TE_MAX(QUERY_ROWS, group), cache->padded_dim);
+    program->scratch_floats = TE_MAX(program->scratch_floats, (scratch_floats + 15) / 16 * 16);
+    return reserve((void **)&program->partials, &program->partials_capacity, partial_bytes);
 }
 
 static int prepare_attention(TeProgram *program)
 {
-    const TeOp *attention = NULL;
-    int32_t window = 0, all_windows = 1;
-    for (int32_t op = 0; op < program->num_ops; op++)
-        if (program->ops[op].kind == TE_OP_ATTENTION) {
-            attention = &program->ops[op];
-            window = TE_MAX(window, attention->attention.window);
-            all_windows &= attention->attention.window > 0;
-        }
-    if (!attention)
-        return 1;
-    if (!all_windows)
-        window = 0; /* layers without see all keys; those with a window skip what they do not see */
-    const TeCache *cache = &program->step.cache;
-    const int32_t group = attention->attention.num_heads / cache->num_kv_heads;
-    plan_tasks(program, group, window, NULL);
-    size_t task_bytes = (size_t)program->task_capacity * sizeof(TeAttentionTask);
-    if (!reserve((void **)&program->tasks, &task_bytes, (size_t)program->num_tasks * sizeof(TeAttentionTask)))
-        return 0;
-    program->task_capacity = (int32_t)(task_bytes / sizeof(TeAttentionTask));
-    plan_tasks(program, group, window, program->tasks);
-    size_t num_partials = program->num_merges ? (size_t)program->merge_partial[program->num_merges] : 0;
-    size_t partial_bytes = num_partials * (size_t)attention->attention.num_heads * (2 + (size_t)cache->padded_dim) * 4;
-    program->scratch_floats = te_attention_scratch_floats(TE_MAX(QUERY_ROWS, group), cache->padded_dim);
-    program->scratch_floats = (program->scratch_floats + 15) / 16 * 16;
-    return reserve((void **)&program->partials, &program->partials_capacity, partial_bytes) &&
-           reserve((void **)&program->scratch, &program->scratch_capacity,
+    for (int32_t kv_group = 0; kv_group < program->num_kv_groups; kv_group++)
+        if (!prepare_group(program, kv_group))
+            return 0;
+    return reserve((void **)&program->scratch, &program->scratch_capacity,
                    (size_t)program->num_threads * program->scratch_floats * sizeof(float));
 }
 

@@ -65,7 +65,8 @@ typedef struct {
     int64_t qkv_stride;
     int32_t half;
     int32_t num_heads;
-    int32_t layer;
+    int32_t kv_group;
+    int32_t layer; /* of the group's cache */
 } TeRopeWrite;
 
 typedef struct {

@@ -102,7 +102,8 @@ typedef struct {
     TeGroup *groups;    /* null where the result is not wanted quantized */
     float *partials;    /* [partial][head][2 + padded_dim] */
     int64_t query_stride;
-    int32_t layer;
+    int32_t kv_group; /* layers whose keys and values lie in the same blocks: its cache, slots and block table */
+    int32_t layer;    /* of the group's cache */
     int32_t num_heads;
     int32_t window; /* 0: none */
     float scale;
@@ -116,12 +117,12 @@ typedef struct {
     int32_t max_blocks;
     const int32_t *token_ids;
     const int32_t *positions;
-    const int32_t *slots;
+    const int32_t *slots; /* [KV groups][tokens] */
     const int32_t *query_start;
     const int32_t *seq_lens;
-    const int32_t *block_table;
+    const int32_t *block_table; /* [KV groups][sequences][max_blocks] */
     const int32_t *logit_rows;
-    TeCache cache;
+    const TeCache *caches; /* [KV groups] */
 } TeStep;
 
 /* ---- kernels of one kind of processor (variants/kernels.c, compiled once for each) ---- */

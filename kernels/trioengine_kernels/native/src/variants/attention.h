@@ -88,10 +88,11 @@ TE_INLINE void softmax_row(float *scores, int32_t num_keys, int32_t low, int32_t
 static void attention(const TeAttention *attention, const TeStep *step, const TeAttentionTask *task, int32_t kv_head,
                       float *scratch)
 {
-    const TeCache *cache = &step->cache;
+    const TeCache *cache = &step->caches[attention->kv_group];
     const int32_t group = attention->num_heads / cache->num_kv_heads, dim = cache->head_dim, padded = cache->padded_dim;
     const int32_t num_rows = task->num_rows * group;
-    const int32_t *blocks = step->block_table + (int64_t)task->sequence * step->max_blocks;
+    const int32_t *blocks = step->block_table + ((int64_t)attention->kv_group * step->num_sequences + task->sequence) *
+                                                    step->max_blocks;
     const int32_t first_place = step->seq_lens[task->sequence] -
                                 (step->query_start[task->sequence + 1] - task->first_row);
     const int32_t last_place = first_place + task->num_rows - 1;
@@ -159,7 +160,7 @@ static void attention(const TeAttention *attention, const TeStep *step, const Te
 
 static void merge(const TeAttention *attention, const TeStep *step, int32_t row, int32_t partial, int32_t num_partials)
 {
-    const TeCache *cache = &step->cache;
+    const TeCache *cache = &step->caches[attention->kv_group];
     const int64_t size = 2 + cache->padded_dim;
     float values[cache->padded_dim];
     for (int32_t head = 0; head < attention->num_heads; head++) {
