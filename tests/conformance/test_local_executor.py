@@ -58,7 +58,7 @@ def test_native(check: Check, block_size: int, num_threads: int, native_model: N
             num_blocks=NUM_BLOCKS,
             block_size=block_size,
             max_tokens=256,
-            max_sequences=8,
+            max_logit_rows=32,
         )
         return LocalExecutor(backend, num_blocks=NUM_BLOCKS, block_size=block_size)
 

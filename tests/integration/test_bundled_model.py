@@ -28,6 +28,7 @@ def test_the_capital_of_japan_is_tokyo(name: str) -> None:
             max_model_len=128,
             max_num_batched_tokens=128,
             max_num_seqs=1,
+            max_num_logit_rows=8,
             block_size=16,
             num_kv_blocks=8,
             cpu_threads=torch.get_num_threads(),

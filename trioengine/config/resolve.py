@@ -14,6 +14,8 @@ CPU_MAX_NUM_BATCHED_TOKENS = 256
 TARGET_STEP_S = 0.3
 """An abort is felt after at most one step, so a full one should not take longer than this."""
 MIN_NUM_BATCHED_TOKENS = 16
+MIN_NUM_LOGIT_ROWS = 256
+"""Unless a step has fewer tokens. Few sequences, too, may have drafts or want log probabilities of their prompts."""
 KV_CACHE_SHARE_OF_RAM = 0.25
 
 
@@ -45,6 +47,8 @@ class ResolvedConfig:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    max_num_logit_rows: int
+    """Of one step: a row for each sequence, draft, and token of a prompt whose log probabilities are asked for."""
     block_size: int
     num_kv_blocks: int
     cpu_threads: int
@@ -71,6 +75,7 @@ def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) ->
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        max_num_logit_rows=min(max(max_num_seqs, MIN_NUM_LOGIT_ROWS), max_num_batched_tokens),
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
         cpu_threads=cpu_threads,

@@ -1,4 +1,4 @@
-"""What the runner asks of a backend: one step's tokens, computed and sampled."""
+"""What the runner asks of a backend: one step's tokens computed, and tokens chosen from their logits."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,8 +6,7 @@ from typing import Protocol
 import attrs
 import numpy as np
 from numpy.typing import NDArray
-
-from trioengine.worker.sequences import SequenceState
+from trioengine_kernels.native.sampler import SampledTokens, SamplingArrays
 
 
 @attrs.frozen(eq=False)
@@ -38,14 +37,18 @@ class Backend(Protocol):
         """Tokens of the model: ids 0 to `vocab_size - 1`."""
         ...
 
-    def compute(self, batch: StepBatch, sampled: Sequence[SequenceState]) -> Sequence[int | None]:
-        """Compute a step, and draw a token for each row of logits.
+    def compute(self, batch: StepBatch) -> None:
+        """Compute a step of at least one token. Its logits stay until the next."""
+        ...
+
+    def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """[len(rows), vocab_size]: these rows of the newest step's logits."""
+        ...
+
+    def sample(self, arrays: SamplingArrays) -> SampledTokens:
+        """Choose a token for each row of the newest step's logits.
 
         Args:
-            batch: the tokens. At least one.
-            sampled: one for each of `batch.logit_rows`.
-
-        Returns:
-            For each of `sampled` its token, or None where its logits are not numbers.
+            arrays: an entry for each of the step's `logit_rows`, at least one.
         """
         ...

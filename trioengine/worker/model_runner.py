@@ -5,17 +5,40 @@ are wrong is reported as failed, and the others of the step are computed as if i
 what a model is.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
+from trioengine_kernels.native.sampler import ChangedLogits, SampledStatus
+from trioengine_kernels.native.sampler import TokenLogprobs as LogprobArrays
 
-from trioengine.core.executor import NO_TOKEN, ScheduledSequence, SequenceFailure, StepPlan, StepResult
+from trioengine.config.engine import LogprobsMode
+from trioengine.core.executor import (
+    NO_TOKEN,
+    NewSequence,
+    ScheduledSequence,
+    SequenceFailure,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
 from trioengine.worker.backend import Backend, StepBatch
+from trioengine.worker.logits_processors import LogitsProcessorError, LogitsProcessors, process_logits
+from trioengine.worker.sampling_table import LogitRows, SamplingTable
 from trioengine.worker.sequences import SequenceState, sequence_state
 
+_FAILURES: Mapping[int, str] = {
+    SampledStatus.IS_NAN: "The model's output for this sequence is not a number.",
+    SampledStatus.NOTHING_ALLOWED: (
+        "No token is allowed in the next place: the grammar, allowed_token_ids, bad_words, min_tokens and the like"
+        " together forbid all of them."
+    ),
+}
 
-@attrs.frozen(eq=False)
+
+@attrs.define(eq=False)
 class _Row:
     """A scheduled sequence that can be computed."""
 
@@ -25,47 +48,77 @@ class _Row:
     first: int
     """Its first token to compute."""
     end: int
-
-    @property
-    def is_sampled(self) -> bool:
-        return self.end == len(self.state.token_ids)
+    num_drafts: int
+    """The last of its tokens."""
+    is_sampled: bool
+    """Whether tokens are sampled after the last `1 + num_drafts`."""
+    logit_row: int = 0
+    """Its first row of logits: those about tokens of the prompt, then those that are sampled."""
+    num_prompt_rows: int = 0
 
 
 class ModelRunner:
     """A backend and the sequences that are being computed."""
 
-    def __init__(self, backend: Backend, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+        logits_processors: LogitsProcessors | None = None,
+    ) -> None:
         # Slots are 32-bit numbers.
         assert num_blocks * block_size < 2**31
         self._backend = backend
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._sequences: dict[int, SequenceState] = {}
+        self._table = SamplingTable(backend.vocab_size, logprobs_mode)
+        self._logits_processors = logits_processors or LogitsProcessors({})
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
         for sequence_id in plan.removed:
-            self._sequences.pop(sequence_id, None)
+            state = self._sequences.pop(sequence_id, None)
+            if state is not None:
+                self._table.remove(state)
         for new in plan.new:
-            assert new.sequence_id not in self._sequences
-            self._sequences[new.sequence_id] = sequence_state(new, self._backend.vocab_size)
+            self._add(new)
+        outcome = _Outcome([NO_TOKEN] * len(plan.scheduled))
         rows = self._rows(plan.scheduled)
-        tokens = [NO_TOKEN] * len(plan.scheduled)
         if rows:
-            sampled_rows = [row for row in rows if row.is_sampled]
-            sampled = self._backend.compute(self._pack(rows), [row.state for row in sampled_rows])
-            for row, token_id in zip(sampled_rows, sampled, strict=True):
-                if token_id is None:
-                    row.state.failure = "The model's output for this sequence is not a number."
-                else:
-                    row.state.token_ids.append(token_id)
-                    tokens[row.index] = token_id
+            wanted = LogitRows()
+            self._backend.compute(self._pack(rows, wanted, plan.masks))
+            if wanted.states:
+                sampled = self._sample(wanted, plan.masks)
+                for row in rows:
+                    _take_in(row, sampled, outcome)
         failures = [
             SequenceFailure(scheduled.sequence_id, failure)
             for scheduled in plan.scheduled
             if (failure := self._sequences[scheduled.sequence_id].failure) is not None
         ]
-        return StepResult(plan.step, tokens, failures)
+        return StepResult(
+            plan.step,
+            outcome.tokens,
+            failures,
+            num_accepted=outcome.num_accepted,
+            logprobs=outcome.logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+        )
+
+    def _add(self, new: NewSequence) -> None:
+        assert new.sequence_id not in self._sequences
+        state = sequence_state(new, self._backend.vocab_size)
+        if state.failure is None:
+            try:
+                state.processors = self._logits_processors.bind(new.sampling)
+            except LogitsProcessorError as error:
+                state.failure = str(error)
+        self._table.add(state)
+        self._sequences[new.sequence_id] = state
 
     def _rows(self, scheduled: Sequence[ScheduledSequence]) -> list[_Row]:
         rows: list[_Row] = []
@@ -74,28 +127,33 @@ class ModelRunner:
             state.add_blocks(work.new_block_ids)
             first, end = work.num_computed_tokens, work.num_computed_tokens + work.num_tokens
             if state.failure is None:
-                assert first < end <= len(state.token_ids)
+                state.token_ids.extend(work.draft_token_ids)
+                num_drafts, num_known = len(work.draft_token_ids), len(state.token_ids)
+                assert first < end <= num_known
+                assert not num_drafts or end == num_known
                 assert end <= len(state.block_ids) * self._block_size
-                rows.append(_Row(index, state, first, end))
+                is_sampled = end == num_known and state.sampling.max_tokens != 0
+                rows.append(_Row(index, state, first, end, num_drafts, is_sampled))
         return rows
 
-    def _pack(self, rows: Sequence[_Row]) -> StepBatch:
+    def _pack(self, rows: Sequence[_Row], wanted: LogitRows, masks: TokenMasks | None) -> StepBatch:
+        """The tokens of these sequences, one after another. Fills `wanted`."""
         counts = np.array([row.end - row.first for row in rows], np.int32)
         query_start = np.zeros(len(rows) + 1, np.int32)
         counts.cumsum(out=query_start[1:])
         firsts = np.array([row.first for row in rows], np.int32)
         owners = np.arange(len(rows), dtype=np.int32).repeat(counts)
         positions = np.arange(query_start[-1], dtype=np.int32) + (firsts - query_start[:-1])[owners]
-        token_ids: list[int] = []
+        token_ids = array("i")
         block_table = np.zeros((len(rows), max(len(row.state.block_ids) for row in rows)), np.int32)
         for i, row in enumerate(rows):
+            _want(row, wanted, len(token_ids), -1 if masks is None else masks.first_rows.get(row.index, -1))
             token_ids += row.state.token_ids[row.first : row.end]
             block_table[i, : len(row.state.block_ids)] = row.state.block_ids
         # A wrong block id would overwrite another sequence's memory.
         assert block_table.min() >= 0
         assert block_table.max() < self._num_blocks
         blocks = block_table[owners, positions // self._block_size]
-        is_sampled = np.array([row.is_sampled for row in rows])
         return StepBatch(
             token_ids=np.array(token_ids, np.int32),
             positions=positions,
@@ -103,5 +161,119 @@ class ModelRunner:
             query_start=query_start,
             seq_lens=firsts + counts,
             block_table=block_table,
-            logit_rows=query_start[1:][is_sampled] - np.int32(1),
+            logit_rows=np.array(wanted.inputs, np.int32),
         )
+
+    def _sample(self, wanted: LogitRows, masks: TokenMasks | None) -> "_Sampled":
+        changed, failures = self._process(wanted)
+        arrays = self._table.arrays(wanted, None if masks is None else masks.bits, changed)
+        result = self._backend.sample(arrays)
+        for row in np.flatnonzero(result.status).tolist():
+            failures.setdefault(row, _FAILURES[int(result.status[row])])
+        num_logprobs: list[int] = [] if arrays.num_logprobs is None else arrays.num_logprobs.tolist()
+        return _Sampled(result.token_ids.tolist(), failures, result.logprobs, num_logprobs)
+
+    def _process(self, wanted: LogitRows) -> tuple[ChangedLogits | None, dict[int, str]]:
+        """What custom processors make of the rows that have some, and by row why they failed."""
+        failures: dict[int, str] = {}
+        if not wanted.custom:
+            return None, failures
+        logits = self._backend.copy_logits(wanted.custom)
+        for values, row in zip(logits, wanted.custom, strict=True):
+            state, place = wanted.states[row], wanted.places[row]
+            # Copies, as the code that gets them is not ours.
+            prompt = state.token_ids[: state.num_prompt_tokens]
+            output = state.token_ids[state.num_prompt_tokens : place]
+            try:
+                process_logits(state.processors, prompt, output, values)
+            except LogitsProcessorError as error:
+                failures[row] = str(error)
+        rows = np.full(len(wanted.states), -1, np.int32)
+        rows[wanted.custom] = np.arange(len(wanted.custom), dtype=np.int32)
+        return ChangedLogits(rows, logits), failures
+
+
+@attrs.frozen(eq=False)
+class _Sampled:
+    """What the rows of logits of a step gave."""
+
+    tokens: Sequence[int]
+    """[num_rows], and so on."""
+    failures: Mapping[int, str]
+    """By row."""
+    logprobs: LogprobArrays | None
+    num_logprobs: Sequence[int]
+    """Of the most likely tokens, -1 where not even the token's own is wanted; empty where `logprobs` is None."""
+
+    def token_logprobs(self, row: int) -> TokenLogprobs:
+        """The log probabilities of a row that wants some."""
+        assert self.logprobs is not None
+        num = self.num_logprobs[row]
+        return TokenLogprobs(
+            [self.tokens[row], *self.logprobs.top_token_ids[row, :num].tolist()],
+            [float(self.logprobs.chosen[row]), *self.logprobs.top[row, :num].tolist()],
+            int(self.logprobs.rank[row]),
+        )
+
+
+@attrs.frozen(eq=False)
+class _Outcome:
+    """The fields of `StepResult`, while they are collected."""
+
+    tokens: list[int]
+    num_accepted: dict[int, int] = attrs.field(factory=dict[int, int])
+    logprobs: dict[int, list[TokenLogprobs]] = attrs.field(factory=dict[int, list[TokenLogprobs]])
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = attrs.field(factory=dict[int, list[TokenLogprobs]])
+
+
+def _want(row: _Row, wanted: LogitRows, first_input: int, first_mask: int) -> None:
+    """Add a sequence's rows of logits: those about tokens of the prompt, then those that are sampled.
+
+    Args:
+        row: the sequence.
+        wanted: the step's rows.
+        first_input: where the sequence's tokens begin among those of the step.
+        first_mask: the mask of its first sampled token; -1 is none.
+    """
+    row.logit_row = len(wanted.states)
+    state = row.state
+    if state.sampling.prompt_logprobs is not None:
+        for place in range(row.first + 1, min(row.end + 1, state.num_prompt_tokens)):
+            wanted.add(state, first_input + place - 1 - row.first, place, known=state.token_ids[place])
+        row.num_prompt_rows = len(wanted.states) - row.logit_row
+    if row.is_sampled:
+        for number in range(1 + row.num_drafts):
+            place = row.end - row.num_drafts + number
+            mask_row = -1 if first_mask < 0 else first_mask + number
+            wanted.add(state, first_input + place - 1 - row.first, place, mask_row=mask_row)
+
+
+def _take_in(row: _Row, sampled: _Sampled, outcome: _Outcome) -> None:
+    """Keep what a sequence's rows gave: in the sequence, and for the result."""
+    state, first = row.state, row.logit_row + row.num_prompt_rows
+    if row.num_prompt_rows:
+        prompt_rows = range(row.logit_row, first)
+        state.failure = next((sampled.failures[each] for each in prompt_rows if each in sampled.failures), None)
+        outcome.prompt_logprobs[row.index] = [sampled.token_logprobs(each) for each in prompt_rows]
+    if not row.is_sampled:
+        return
+    num_accepted = 0
+    if row.num_drafts:
+        drafts = state.token_ids[-row.num_drafts :]
+        del state.token_ids[-row.num_drafts :]
+        while (
+            num_accepted < row.num_drafts
+            and first + num_accepted not in sampled.failures
+            and sampled.tokens[first + num_accepted] == drafts[num_accepted]
+        ):
+            num_accepted += 1
+    last = first + num_accepted
+    state.failure = state.failure or sampled.failures.get(last)
+    if state.failure is not None:
+        return
+    outcome.tokens[row.index] = sampled.tokens[last]
+    state.token_ids.extend(sampled.tokens[first : last + 1])
+    if num_accepted:
+        outcome.num_accepted[row.index] = num_accepted
+    if sampled.num_logprobs and sampled.num_logprobs[last] >= 0:
+        outcome.logprobs[row.index] = [sampled.token_logprobs(each) for each in range(first, last + 1)]

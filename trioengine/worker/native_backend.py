@@ -3,17 +3,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.program import KVCache, StepArrays
-from trioengine_kernels.native.sampler import NativeSampler, SampledStatus
+from trioengine_kernels.native.sampler import NativeSampler, SampledTokens, SamplingArrays
 
 from trioengine.config.engine import Quantization
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
 from trioengine.models.native_ops import NativeModel, load_native_model, record
 from trioengine.worker.backend import StepBatch
-from trioengine.worker.native_sampling import sampling_arrays
-from trioengine.worker.sequences import SequenceState
 
 
 def load_native_backend(
@@ -38,14 +38,14 @@ def load_native_backend(
         num_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens,
-        max_sequences=config.max_num_seqs,
+        max_logit_rows=config.max_num_logit_rows,
     )
 
 
 class NativeBackend:
     """A model of tiles, its program and its KV cache.
 
-    A step has at most `max_tokens` tokens, and wants the logits of at most `max_sequences`.
+    A step has at most `max_tokens` tokens, and wants at most `max_logit_rows` rows of logits.
     """
 
     def __init__(
@@ -57,13 +57,14 @@ class NativeBackend:
         num_blocks: int,
         block_size: int,
         max_tokens: int,
-        max_sequences: int,
+        max_logit_rows: int,
     ) -> None:
         config = model.config
         self.vocab_size = config.vocab_size
         self._pool = pool
-        self._program = record(model, library, max_tokens=max_tokens, max_logit_rows=max_sequences)
+        self._program = record(model, library, max_tokens=max_tokens, max_logit_rows=max_logit_rows)
         self._sampler = NativeSampler(library, pool)
+        self._logits: NDArray[np.float32] = np.empty((0, config.vocab_size), np.float32)
         self._kv_cache = KVCache(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -72,7 +73,7 @@ class NativeBackend:
             head_dim=config.head_dim,
         )
 
-    def compute(self, batch: StepBatch, sampled: Sequence[SequenceState]) -> Sequence[int | None]:
+    def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
         step = StepArrays(
             token_ids=batch.token_ids,
@@ -83,11 +84,12 @@ class NativeBackend:
             block_table=batch.block_table,
             logit_rows=batch.logit_rows,
         )
-        logits = self._program.run(step, self._kv_cache, self._pool)
-        if not sampled:
-            return []
-        result = self._sampler.sample(logits, sampling_arrays(sampled))
-        return [
-            token_id if status == SampledStatus.SAMPLED else None
-            for token_id, status in zip(result.token_ids.tolist(), result.status.tolist(), strict=True)
-        ]
+        self._logits = self._program.run(step, self._kv_cache, self._pool)
+
+    def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """As `Backend.copy_logits`."""
+        return self._logits[list(rows)]
+
+    def sample(self, arrays: SamplingArrays) -> SampledTokens:
+        """As `Backend.sample`."""
+        return self._sampler.sample(self._logits, arrays)

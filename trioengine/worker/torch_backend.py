@@ -3,7 +3,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from trioengine_kernels.native.sampler import SampledTokens, SamplingArrays
 from trioengine_kernels.paged_attention import plan_attention
 
 from trioengine.config.resolve import ResolvedConfig
@@ -11,8 +14,7 @@ from trioengine.models.loader import Checkpoint, ReportFraction
 from trioengine.models.torch_ops import DecoderInput, TorchModel, TorchOps, load_torch_model
 from trioengine.worker.backend import StepBatch
 from trioengine.worker.kv_cache import allocate_kv_cache
-from trioengine.worker.sampler import sample_tokens
-from trioengine.worker.sequences import SequenceState
+from trioengine.worker.sampler import sample_rows
 
 
 def load_torch_backend(
@@ -36,18 +38,22 @@ class TorchBackend:
         self._model = model
         self._block_size = block_size
         self.vocab_size = model.config.vocab_size
+        self._logits = torch.empty(0, self.vocab_size)
         self._kv_cache = allocate_kv_cache(model.config, num_blocks, block_size)
 
     @torch.inference_mode()
-    def compute(self, batch: StepBatch, sampled: Sequence[SequenceState]) -> Sequence[int | None]:
+    def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
-        logits = self._model.decoder.forward(TorchOps(self._input(batch), self._kv_cache))
-        if not sampled:
-            return []
-        token_ids = sample_tokens(sampled, logits)
-        # Sampling a row with NaN gives the place of a NaN, so one look tells.
-        is_wrong = logits.gather(1, token_ids.unsqueeze(1)).isnan().flatten().tolist()
-        return [None if wrong else token_id for token_id, wrong in zip(token_ids.tolist(), is_wrong, strict=True)]
+        self._logits = self._model.decoder.forward(TorchOps(self._input(batch), self._kv_cache))
+
+    def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """As `Backend.copy_logits`."""
+        return self._logits[list(rows)].numpy()
+
+    @torch.inference_mode()
+    def sample(self, arrays: SamplingArrays) -> SampledTokens:
+        """As `Backend.sample`."""
+        return sample_rows(self._logits, arrays)
 
     def _input(self, batch: StepBatch) -> DecoderInput:
         return DecoderInput(

@@ -30,6 +30,27 @@ class SampledStatus(enum.IntEnum):
 
 
 @attrs.frozen(eq=False)
+class ChangedLogits:
+    """Logits that take the place of some rows' when their tokens are chosen."""
+
+    rows: NDArray[np.int32]
+    """[num_rows]: which of `logits`; below 0 is none."""
+    logits: NDArray[np.float32]
+    """[num_changed, vocab_size]."""
+
+
+@attrs.frozen(eq=False)
+class Masks:
+    """Which tokens rows may choose."""
+
+    rows: NDArray[np.int32]
+    """[num_rows]: which of `bits`; below 0 is none, so all tokens."""
+    bits: NDArray[np.int32]
+    """[num_masks, at least ceil(vocab_size / 32)]: token t may be chosen where bit `t % 32` of word `t // 32` is
+    set."""
+
+
+@attrs.frozen(eq=False)
 class RaggedIds:
     """Token ids for each row: those of row r are `token_ids[starts[r] : starts[r + 1]]`."""
 
@@ -40,7 +61,7 @@ class RaggedIds:
 
 @attrs.frozen(eq=False)
 class LogitBias:
-    """What is added to logits, first of all rules."""
+    """What is added to logits."""
 
     ids: RaggedIds
     """No id twice in a row."""
@@ -79,18 +100,25 @@ class SamplingArrays:
     seed: NDArray[np.uint64]
     position: NDArray[np.int64]
     """The place in its sequence that the drawn token takes."""
+    changed: ChangedLogits | None = None
+    masks: Masks | None = None
     logit_bias: LogitBias | None = None
     penalties: Penalties | None = None
     forbidden: RaggedIds | None = None
     allowed: RaggedIds | None = None
     """Rows with some may choose these only."""
+    forced: NDArray[np.int32] | None = None
+    """The token that stands in a row's place already, so that no rule applies and none is chosen; below 0 is none."""
     num_logprobs: NDArray[np.int32] | None = None
     """How many of the most likely tokens' log probabilities; 0 is the chosen token's only, below 0 is none at all."""
+    logprobs_are_processed: bool = False
+    """Log probabilities are of what is drawn from: after the rules, over the temperature (not where that is 0), without
+    tokens that `top_k`, `top_p` and `min_p` leave out. Else, and in forced rows, they are of the logits as they are."""
 
 
 @attrs.frozen(eq=False)
 class TokenLogprobs:
-    """Natural logarithms of probabilities, before any rule or parameter changed them, none below `MIN_LOGPROB`.
+    """Natural logarithms of probabilities, none below `MIN_LOGPROB`.
 
     What a row did not want, or a row that is NaN, has `MIN_LOGPROB`, rank 0 and token id -1.
     """
@@ -133,6 +161,11 @@ class _CSampling(ctypes.Structure):
         ("min_p", ctypes.c_void_p),
         ("seed", ctypes.c_void_p),
         ("position", ctypes.c_void_p),
+        ("changed", ctypes.c_void_p),
+        ("changed_rows", ctypes.c_void_p),
+        ("mask_bits", ctypes.c_void_p),
+        ("mask_stride", ctypes.c_int64),
+        ("mask_rows", ctypes.c_void_p),
         ("bias", _CRaggedIds),
         ("bias_values", ctypes.c_void_p),
         ("seen", _CRaggedIds),
@@ -142,7 +175,9 @@ class _CSampling(ctypes.Structure):
         ("frequency_penalty", ctypes.c_void_p),
         ("forbidden", _CRaggedIds),
         ("allowed", _CRaggedIds),
+        ("forced", ctypes.c_void_p),
         ("num_logprobs", ctypes.c_void_p),
+        ("logprobs_are_processed", ctypes.c_int32),
         ("max_top", ctypes.c_int32),
         ("token_ids", ctypes.c_void_p),
         ("status", ctypes.c_void_p),
@@ -217,6 +252,17 @@ def _fill_parameters(call: _CSampling, batch: SamplingArrays) -> None:
 
 def _fill_rules(call: _CSampling, batch: SamplingArrays) -> None:
     shape = (call.num_rows,)
+    if (changed := batch.changed) is not None:
+        num_changed = len(changed.logits)
+        call.changed = _address(changed.logits, np.float32, (num_changed, call.vocab_size), "changed.logits")
+        call.changed_rows = _row_numbers(changed.rows, shape, num_changed, "changed.rows")
+    if (masks := batch.masks) is not None:
+        num_masks, num_words = masks.bits.shape
+        if num_words * 32 < call.vocab_size:
+            raise ValueError(f"masks.bits has bits for {num_words * 32} tokens, not for {call.vocab_size}.")
+        call.mask_bits = _address(masks.bits, np.int32, (num_masks, num_words), "masks.bits")
+        call.mask_stride = num_words
+        call.mask_rows = _row_numbers(masks.rows, shape, num_masks, "masks.rows")
     if (bias := batch.logit_bias) is not None:
         _fill_ragged(call, call.bias, bias.ids, "logit_bias")
         call.bias_values = _address(bias.values, np.float32, bias.ids.token_ids.shape, "logit_bias.values")
@@ -232,6 +278,15 @@ def _fill_rules(call: _CSampling, batch: SamplingArrays) -> None:
         _fill_ragged(call, call.forbidden, batch.forbidden, "forbidden")
     if batch.allowed is not None:
         _fill_ragged(call, call.allowed, batch.allowed, "allowed")
+    if batch.forced is not None:
+        call.forced = _row_numbers(batch.forced, shape, call.vocab_size, "forced")
+
+
+def _row_numbers(numbers: NDArray[np.int32], shape: tuple[int, ...], end: int, name: str) -> int:
+    """The address of numbers below `end`."""
+    if numbers.max(initial=-1) >= end:
+        raise ValueError(f"{name} must be below {end}.")
+    return _address(numbers, np.int32, shape, name)
 
 
 def _fill_ragged(call: _CSampling, target: _CRaggedIds, ragged: RaggedIds, name: str) -> None:
@@ -250,6 +305,7 @@ def _outputs(call: _CSampling, batch: SamplingArrays) -> SampledTokens:
     logprobs = None
     if batch.num_logprobs is not None:
         call.num_logprobs = _address(batch.num_logprobs, np.int32, (num_rows,), "num_logprobs")
+        call.logprobs_are_processed = batch.logprobs_are_processed
         most = max(0, int(batch.num_logprobs.max(initial=0)))
         if most > call.vocab_size:
             raise ValueError(f"num_logprobs must be at most the size of the vocabulary, {call.vocab_size}.")

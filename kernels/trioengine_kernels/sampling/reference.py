@@ -71,17 +71,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         forbids every token gives 0.
     """
     tokens = logits.argmax(dim=-1)
-    is_finite = logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
-    rows = ((batch.temperature > 0) & is_finite).nonzero().flatten()
+    rows = _drawn_rows(logits, tokens, batch)
     if len(rows) == 0:
         return tokens
-    # Relative to the largest: no temperature can make infinity out of a finite logit, except the one that forbids.
-    scaled = logits.index_select(0, rows)
-    scaled -= scaled.gather(1, tokens.index_select(0, rows).unsqueeze(1))
-    scaled /= batch.temperature.index_select(0, rows).clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
-    min_p = batch.min_p.index_select(0, rows)
-    if bool((min_p > 0).any()):
-        scaled.masked_fill_(scaled < min_p.double().log().float().unsqueeze(1), float("-inf"))
+    scaled = _scaled(logits, tokens, batch, rows)
     top_k = batch.top_k.index_select(0, rows).tolist()
     top_p = batch.top_p.index_select(0, rows).tolist()
     seed, position = batch.seed.index_select(0, rows), batch.position.index_select(0, rows)
@@ -95,6 +88,27 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         drawn.append(ids[(row + _gumbel_noise(seed[i], position[i], ids)).argmax()])
     tokens[rows] = torch.stack(drawn)
     return tokens
+
+
+def processed_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """What `sample` draws from: logits over temperature, minus infinity for tokens that the limits leave out.
+
+    Rows that draw no random number are as they were: their logits have an order and no distribution of their own.
+
+    Args:
+        logits: [num_rows, vocab_size], float32. Not changed.
+        batch: the parameters of the rows.
+    """
+    tokens = logits.argmax(dim=-1)
+    rows = _drawn_rows(logits, tokens, batch)
+    processed = logits.clone()
+    for row, scaled in zip(rows.tolist(), _scaled(logits, tokens, batch, rows), strict=True):
+        top_k, top_p = int(batch.top_k[row]), float(batch.top_p[row])
+        if top_k > 0 or top_p < 1:
+            candidates = scaled.sort(descending=True).values
+            scaled.masked_fill_(scaled < _threshold(scaled, candidates, top_k, top_p), float("-inf"))
+        processed[row] = scaled
+    return processed
 
 
 def penalize(
@@ -133,7 +147,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     """The log probabilities of the chosen tokens and of the most likely ones.
 
     Args:
-        logits: [num_rows, vocab_size], float32, before any rule changed them.
+        logits: [num_rows, vocab_size], float32.
         token_ids: [num_rows], int64: the chosen tokens.
         num_top: how many of the most likely; 0 to vocab_size.
     """
@@ -147,6 +161,24 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
         top=all_logprobs.gather(1, top_token_ids).clamp(min=MIN_LOGPROB),
         top_token_ids=top_token_ids,
     )
+
+
+def _drawn_rows(logits: Tensor, largest: Tensor, batch: SamplingBatch) -> Tensor:
+    """The rows that draw random numbers; `largest` is where each row's largest logit is."""
+    is_finite = logits.gather(1, largest.unsqueeze(1)).squeeze(1).isfinite()
+    return ((batch.temperature > 0) & is_finite).nonzero().flatten()
+
+
+def _scaled(logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
+    """These rows over their temperatures, minus infinity for tokens that `min_p` leaves out."""
+    # Relative to the largest: no temperature can make infinity out of a finite logit, except the one that forbids.
+    scaled = logits.index_select(0, rows)
+    scaled -= scaled.gather(1, largest.index_select(0, rows).unsqueeze(1))
+    scaled /= batch.temperature.index_select(0, rows).clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
+    min_p = batch.min_p.index_select(0, rows)
+    if bool((min_p > 0).any()):
+        scaled.masked_fill_(scaled < min_p.double().log().float().unsqueeze(1), float("-inf"))
+    return scaled
 
 
 def _cut(row: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:

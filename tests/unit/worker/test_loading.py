@@ -31,6 +31,7 @@ CONFIG = ResolvedConfig(
     max_model_len=64,
     max_num_batched_tokens=64,
     max_num_seqs=4,
+    max_num_logit_rows=64,
     block_size=16,
     num_kv_blocks=8,
     cpu_threads=1,

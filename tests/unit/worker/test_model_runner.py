@@ -44,7 +44,7 @@ def native_backend(model: TorchModel) -> Backend:
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         max_tokens=512,
-        max_sequences=32,
+        max_logit_rows=256,
     )
 
 

@@ -79,14 +79,34 @@ static void keep_allowed(const TeSampling *sampling, int32_t row, float *x, int3
         counts[sampling->allowed.ids[i]] = 0;
 }
 
+/* A copy with minus infinity for tokens whose bit is not set. */
+static void copy_masked(const uint32_t *words, const float *logits, float *x, int32_t size)
+{
+    for (int32_t start = 0; start < size; start += 32) {
+        const uint32_t word = words[start / 32];
+        const int32_t num = TE_MIN(size - start, 32);
+        /* Most words of most masks are all or nothing. */
+        if (word == UINT32_MAX) {
+            memcpy(x + start, logits + start, (size_t)num * sizeof(float));
+            continue;
+        }
+        for (int32_t i = 0; i < num; i++)
+            x[start + i] = word >> i & 1 ? logits[start + i] : -INFINITY;
+    }
+}
+
 /* The row after its rules: itself where it has none, else a copy in `x`. */
 static const float *apply_rules(const TeSampling *sampling, int32_t row, const float *logits, float *x, int32_t *counts)
 {
+    const int32_t size = sampling->vocab_size, mask_row = sampling->mask_rows ? sampling->mask_rows[row] : -1;
     const int32_t has_bias = has_ids(&sampling->bias, row), has_seen = has_ids(&sampling->seen, row);
     const int32_t has_forbidden = has_ids(&sampling->forbidden, row), has_allowed = has_ids(&sampling->allowed, row);
-    if (!has_bias && !has_seen && !has_forbidden && !has_allowed)
+    if (mask_row < 0 && !has_bias && !has_seen && !has_forbidden && !has_allowed)
         return logits;
-    memcpy(x, logits, (size_t)sampling->vocab_size * sizeof(float));
+    if (mask_row < 0)
+        memcpy(x, logits, (size_t)size * sizeof(float));
+    else
+        copy_masked(sampling->mask_bits + mask_row * sampling->mask_stride, logits, x, size);
     if (has_bias)
         for (int64_t i = sampling->bias.starts[row]; i < sampling->bias.starts[row + 1]; i++)
             x[sampling->bias.ids[i]] += sampling->bias_values[i];
@@ -177,22 +197,41 @@ static void run_row(void *context, int32_t op, int32_t row, int32_t thread)
     (void)op;
     const TeSampling *sampling = context;
     const TeSamplingKernels *kernels = sampling_kernels();
-    const int32_t size = sampling->vocab_size;
+    const int32_t size = sampling->vocab_size, forced = sampling->forced ? sampling->forced[row] : -1;
     float *scratch = sampling->scratch + (int64_t)thread * te_sampling_scratch_floats(size), *maxima = scratch + size;
     const float *logits = sampling->logits + (int64_t)row * sampling->row_stride, *x = logits;
     const int32_t raw_largest = kernels->argmax(logits, size);
     int32_t largest = raw_largest;
-    if (!isnan(logits[raw_largest])) {
-        x = apply_rules(sampling, row, logits, scratch, sampling->counts + (int64_t)thread * size);
-        if (x != logits)
+    if (forced < 0 && !isnan(logits[raw_largest])) {
+        if (sampling->changed_rows && sampling->changed_rows[row] >= 0) {
+            x = sampling->changed + (int64_t)sampling->changed_rows[row] * size;
             largest = kernels->argmax(x, size);
+        }
+        if (!isnan(x[largest])) {
+            const float *ruled = apply_rules(sampling, row, x, scratch, sampling->counts + (int64_t)thread * size);
+            if (ruled != x)
+                largest = kernels->argmax(ruled, size);
+            x = ruled;
+        }
     }
-    sampling->token_ids[row] = largest;
-    sampling->status[row] = isnan(x[largest]) ? TE_IS_NAN : x[largest] == -INFINITY ? TE_NOTHING_ALLOWED : TE_SAMPLED;
-    if (sampling->temperature[row] > 0 && isfinite(x[largest]))
+    const int32_t is_drawn = forced < 0 && sampling->temperature[row] > 0 && isfinite(x[largest]);
+    sampling->token_ids[row] = forced < 0 ? largest : forced;
+    sampling->status[row] = isnan(x[largest])                            ? TE_IS_NAN
+                            : forced < 0 && x[largest] == -INFINITY ? TE_NOTHING_ALLOWED
+                                                                         : TE_SAMPLED;
+    if (is_drawn)
         sampling->token_ids[row] = kernels->sample_row(sampling, row, x, largest, maxima);
-    if (sampling->num_logprobs)
+    if (!sampling->num_logprobs)
+        return;
+    if (forced >= 0 || !sampling->logprobs_are_processed) {
         write_logprobs(sampling, kernels, row, logits, raw_largest, maxima);
+        return;
+    }
+    if (is_drawn && sampling->num_logprobs[row] >= 0) {
+        kernels->limit_row(sampling, row, x, largest, maxima, scratch);
+        x = scratch;
+    }
+    write_logprobs(sampling, kernels, row, x, largest, maxima);
 }
 
 int64_t te_sampling_scratch_floats(int32_t vocab_size)

@@ -10,7 +10,7 @@
 
 typedef enum {
     TE_SAMPLED = 0,
-    TE_IS_NAN = 1,          /* the row has NaN: the token is the first one */
+    TE_IS_NAN = 1,          /* the row has NaN: the token is the first one, where none is forced */
     TE_NOTHING_ALLOWED = 2, /* every logit is minus infinity: the token is 0 */
 } TeSampledStatus;
 
@@ -33,8 +33,13 @@ typedef struct {
     const float *min_p;
     const uint64_t *seed;
     const int64_t *position;
-    /* Rules, in the order in which they apply. */
-    TeRaggedIds bias;         /* no id twice in a row */
+    /* Rules, in the order in which they apply. Null where no row has one. */
+    const float *changed;         /* [.., vocab_size]: logits that take the place of a row's */
+    const int32_t *changed_rows;  /* which of `changed`; below 0 is none */
+    const uint32_t *mask_bits;    /* token t may be chosen where bit t % 32 of word t / 32 is set */
+    int64_t mask_stride;          /* words */
+    const int32_t *mask_rows;     /* which of the masks; below 0 is none */
+    TeRaggedIds bias;             /* no id twice in a row */
     const float *bias_values; /* one for each id */
     TeRaggedIds seen;         /* prompt, then output */
     const int64_t *num_prompt_tokens;
@@ -42,10 +47,12 @@ typedef struct {
     const float *presence_penalty;
     const float *frequency_penalty;
     TeRaggedIds forbidden;
-    TeRaggedIds allowed; /* a row without any may choose all */
-    /* Log probabilities, of the logits before the rules. Null where no row wants them. */
-    const int32_t *num_logprobs; /* below 0: none, not even the chosen token's */
-    int32_t max_top;             /* the width of `top` */
+    TeRaggedIds allowed;   /* a row without any may choose all */
+    const int32_t *forced; /* the row's token, whatever the rules say, which do not apply; below 0 is none */
+    /* Log probabilities. Null where no row wants them. */
+    const int32_t *num_logprobs;    /* below 0: none, not even the chosen token's */
+    int32_t logprobs_are_processed; /* of what is drawn from; else, and in forced rows, of `logits` */
+    int32_t max_top;                /* the width of `top` */
     /* Results. Where a row wants less than they hold, they get TE_MIN_LOGPROB, rank 0 and token id -1. */
     int32_t *token_ids;
     uint8_t *status;
@@ -64,6 +71,7 @@ typedef struct {
 typedef struct {
     int32_t (*argmax)(const float *x, int32_t size);
     int32_t (*sample_row)(const TeSampling *sampling, int32_t row, const float *x, int32_t largest, float *maxima);
+    void (*limit_row)(const TeSampling *sampling, int32_t row, const float *x, int32_t largest, float *maxima, float *out);
     void (*top_ids)(const float *x, int32_t size, int32_t num, float *maxima, int32_t *ids);
     int32_t (*rank)(const float *x, int32_t size, int32_t token);
     double (*log_total)(const float *x, int32_t size, float largest);

@@ -329,23 +329,47 @@ static int32_t draw(const Row *row, float threshold, int32_t largest, NoiseKey k
     return token;
 }
 
-/* The token of a row whose first largest logit is finite and at `largest`. */
-static int32_t sample_row(const TeSampling *sampling, int32_t row, const float *x, int32_t largest,
-                                             float *maxima)
+/* A row of logits over its temperature, the largest of which is finite and at `largest`. */
+static Row values_of(const TeSampling *sampling, int32_t row, const float *x, int32_t largest)
 {
-    const int32_t size = sampling->vocab_size, top_k = sampling->top_k[row];
-    const float temperature = sampling->temperature[row], top_p = sampling->top_p[row], min_p = sampling->min_p[row];
-    const Row values = {x, size, x[largest], TE_MAX(temperature, 1e-6f)};
+    return (Row){x, sampling->vocab_size, x[largest], TE_MAX(sampling->temperature[row], 1e-6f)};
+}
+
+/* The smallest value that the row's limits leave. */
+static float threshold_of(const TeSampling *sampling, int32_t row, const Row *values, float *maxima)
+{
+    const int32_t top_k = sampling->top_k[row];
+    const float top_p = sampling->top_p[row], min_p = sampling->min_p[row];
     float threshold = min_p > 0 ? (float)log((double)min_p) : -INFINITY;
-    if (top_k > 0 && top_k < size) {
-        const float kth = kth_largest(&values, top_k, maxima);
+    if (top_k > 0 && top_k < values->size) {
+        const float kth = kth_largest(values, top_k, maxima);
         threshold = TE_MAX(threshold, kth);
     }
     if (top_p < 1) {
-        const float last = nucleus(&values, threshold, top_p, maxima);
+        const float last = nucleus(values, threshold, top_p, maxima);
         threshold = TE_MAX(threshold, last);
     }
+    return threshold;
+}
+
+/* The token of a row whose first largest logit is finite and at `largest`. */
+static int32_t sample_row(const TeSampling *sampling, int32_t row, const float *x, int32_t largest, float *maxima)
+{
+    const Row values = values_of(sampling, row, x, largest);
+    const float threshold = threshold_of(sampling, row, &values, maxima);
     return draw(&values, threshold, largest, noise_key(sampling->seed[row], sampling->position[row]));
+}
+
+/* What `sample_row` draws from: logits over temperature relative to the largest, minus infinity for those that the
+ * limits leave out. `out` may be `x`. */
+static void limit_row(const TeSampling *sampling, int32_t row, const float *x, int32_t largest, float *maxima, float *out)
+{
+    const Row values = values_of(sampling, row, x, largest);
+    const float threshold = threshold_of(sampling, row, &values, maxima);
+    for (int32_t i = 0; i < values.size; i++) {
+        const float value = value_of(x[i], values.shift, values.scale);
+        out[i] = value >= threshold ? value : -INFINITY;
+    }
 }
 
 /* Token ids of the `num` largest logits, equal ones by id: all that are larger than the last, then its equals. */
@@ -391,6 +415,7 @@ extern const TeSamplingKernels TE_TABLE(TE_VARIANT);
 const TeSamplingKernels TE_TABLE(TE_VARIANT) = {
     .argmax = argmax,
     .sample_row = sample_row,
+    .limit_row = limit_row,
     .top_ids = top_ids,
     .rank = rank_of,
     .log_total = log_total,
