@@ -4,7 +4,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from trioengine.types.codec import encode_reply, error_to_data
-from trioengine.types.messages import Call, CallRequest, CheckIntegrity, CoreLoad, GetLoad, Reply
+from trioengine.types.messages import (
+    Call,
+    CallRequest,
+    CheckIntegrity,
+    CoreLoad,
+    GetKVCacheEvents,
+    GetLoad,
+    KVCacheEvents,
+    Reply,
+)
 
 if TYPE_CHECKING:
     from trioengine.core.engine_core import EngineCore
@@ -28,9 +37,15 @@ def check_integrity(core: "EngineCore", _: CheckIntegrity) -> None:
     core.check_integrity()
 
 
+def get_kv_cache_events(core: "EngineCore", call: GetKVCacheEvents) -> KVCacheEvents:
+    """What happened to cached blocks."""
+    return core.kv_cache.events_after(call.after)
+
+
 HANDLERS: Mapping[type[Call[Any]], Handler] = {
     GetLoad: get_load,
     CheckIntegrity: check_integrity,
+    GetKVCacheEvents: get_kv_cache_events,
 }
 
 

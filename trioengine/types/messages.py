@@ -104,6 +104,55 @@ class CheckIntegrity(Call[None]):
 
 
 @attrs.frozen
+class BlockStored:
+    """A block's content can be found from now on, in the KV cache or the offload store."""
+
+    group: int
+    """The layers whose keys and values it holds: an index of the model's KV cache groups."""
+    block_hash: bytes
+    """Depends on the tokens of the block and all before it, the cache salt and the LoRA adapter."""
+    parent_hash: bytes
+    """Of the block before it; of a prompt's first block that of salt and adapter."""
+    token_ids: bytes
+    """int32 column: the block's tokens."""
+
+
+@attrs.frozen
+class BlockRemoved:
+    """A block's content can no longer be found, neither in the KV cache nor in the offload store."""
+
+    group: int
+    removed_hash: bytes
+
+
+@attrs.frozen
+class AllBlocksCleared:
+    """No block can be found any more."""
+
+
+KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@attrs.frozen
+class KVCacheEvents:
+    """What happened to cached blocks, in order."""
+
+    last: int
+    """The number of the newest event there is; the `after` to ask with next. Events count from 1."""
+    num_lost: int
+    """Events after `after` that are no longer kept. The receiver's picture is wrong when this is not 0."""
+    events: tuple[KVCacheEvent, ...]
+    """The newest ones, up to `last`."""
+
+
+@attrs.frozen
+class GetKVCacheEvents(Call[KVCacheEvents]):
+    """The events after the one of this number; 0 is all that are kept. None where they are not recorded."""
+
+    after: int
+
+
+@attrs.frozen
 class CallRequest:
     """Run an operation; a `Reply` with the same `call_id` follows."""
 
@@ -229,5 +278,5 @@ class EngineDead:
 ToCore: TypeAlias = EngineCoreRequest | AbortRequests | CallRequest | Stop
 FromCore: TypeAlias = Starting | Ready | StepOutput | Reply | EngineDead
 
-CALLS: tuple[type[Call[object]], ...] = (GetLoad, CheckIntegrity)
+CALLS: tuple[type[Call[object]], ...] = (GetLoad, CheckIntegrity, GetKVCacheEvents)
 """Every operation. The place in this tuple is its tag on the wire."""

@@ -28,6 +28,9 @@ from trioengine.types.codec import (
 from trioengine.types.messages import (
     CALLS,
     AbortRequests,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
     CallRequest,
     CheckIntegrity,
     CoreLoad,
@@ -36,7 +39,9 @@ from trioengine.types.messages import (
     ErrorData,
     Finished,
     FromCore,
+    GetKVCacheEvents,
     GetLoad,
+    KVCacheEvents,
     ModelFacts,
     Ready,
     Reply,
@@ -78,6 +83,7 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
     "AbortRequests": AbortRequests((0, 300)),
     "CallRequest GetLoad": CallRequest(5, GetLoad()),
     "CallRequest CheckIntegrity": CallRequest(6, CheckIntegrity()),
+    "CallRequest GetKVCacheEvents": CallRequest(7, GetKVCacheEvents(after=3)),
     "Stop": Stop(),
     "Starting": Starting("loading the weights", 0.25),
     "Ready": Ready(ModelFacts(2048, 49152, (2, 0)), 100, 16, {"max_num_seqs": "256: as configured"}),
@@ -95,6 +101,17 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
         ),
     ),
     "Reply": Reply(5, encode_reply(GetLoad, CoreLoad(1, 2, 3, 4))),
+    "Reply, KV cache events": Reply(
+        7,
+        encode_reply(
+            GetKVCacheEvents,
+            KVCacheEvents(
+                last=6,
+                num_lost=1,
+                events=(BlockStored(0, b"h1", b"h0", b"\7\0\0\0"), BlockRemoved(0, b"h1"), AllBlocksCleared()),
+            ),
+        ),
+    ),
     "Reply, error": Reply(6, error=ErrorData("EngineGenerateError", {"message": "no", "retry_after_s": 0.5})),
     "EngineDead": EngineDead(ErrorData("EngineDeadError", {"message": "gone", "cause": "Traceback"})),
 }
