@@ -209,8 +209,8 @@ class Speculator:
 
     def __init__(self, config: SpeculationConfig) -> None:
         self.statistics = SpeculationStatistics(0, 0, 0, [0] * config.num_speculative_tokens)
+        self.drafts_with_model = config.method is SpeculationMethod.DRAFT_MODEL
         self._config = config
-        self._has_draft_model = config.method is SpeculationMethod.DRAFT_MODEL
         self._step_cost = StepCost()
         self._round_seconds: float | None = None
         self._common = Acceptance(COMMON_MEMORY_DRAFTS)
@@ -234,7 +234,7 @@ class Speculator:
         """
         self._steps.append(step := _Step(num_tokens, num_sampled, num_sampled))
         self._steps_to_probe -= 1
-        if self._has_draft_model:
+        if self.drafts_with_model:
             has_offers, self._has_offers = self._has_offers, False
             return has_offers
         return self._is_probe_due or self._num_worth(step, 1.0, self._config.num_speculative_tokens) > 0
@@ -251,7 +251,7 @@ class Speculator:
             At most `limit` and `num_speculative_tokens`; often none.
         """
         step = self._steps[-1]
-        if self._has_draft_model:
+        if self.drafts_with_model:
             # That verifying them is worth it was decided when they were made.
             drafts = state.offered[: max(0, limit)] if state.offered_at == len(token_ids) else ()
             state.offered = ()
@@ -266,7 +266,7 @@ class Speculator:
 
         They are verified in the next one, if this is the last step that was begun. 0 where there is no draft model.
         """
-        if not self._has_draft_model:
+        if not self.drafts_with_model:
             return 0
         step = self._steps[-1]
         limit = self._config.num_speculative_tokens
