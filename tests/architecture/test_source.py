@@ -18,6 +18,7 @@ TESTS = parsed("tests")
 
 THREAD_HOMES = {
     "trioengine/runtime/core_process.py": "the thread beside a core's blocking loop, which ends it with its parent",
+    "trioengine/worker/executor.py": "the thread in which an asynchronous executor computes",
 }
 SIGNAL_HOMES = {
     "trioengine/cli/process.py": "commands own their process",

@@ -12,12 +12,13 @@ from trioengine_kernels.native.program import KVCache
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.config import env
-from trioengine.config.engine import EngineConfig, Quantization
+from trioengine.config.engine import EngineConfig, LogprobsMode, Quantization
 from trioengine.config.resolve import HardwareFacts, ModelShape, ResolvedConfig
 from trioengine.errors import ConfigError, EngineStartError
 from trioengine.models.config import ModelConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
 from trioengine.worker.executor import LocalExecutor
+from trioengine.worker.logits_processors import LogitsProcessors
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def load_executor(
     computer: Computer,
     *,
     quantization: Quantization | None = None,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     report: ReportFraction | None = None,
 ) -> LocalExecutor:
     """Load a model and make it ready to compute.
@@ -107,6 +109,7 @@ def load_executor(
         config: all but `max_model_len` are used.
         computer: what computes.
         quantization: of the weights, as `EngineConfig.quantization`.
+        logprobs_mode: as `EngineConfig.logprobs_mode`.
         report: called with the share of the weights that is loaded.
 
     Raises:
@@ -126,4 +129,11 @@ def load_executor(
         raise EngineStartError(
             f"There is not enough memory for {checkpoint.location.path} and its KV cache."
         ) from error
-    return LocalExecutor(backend, num_blocks=config.num_kv_blocks, block_size=config.block_size)
+    return LocalExecutor(
+        backend,
+        num_blocks=config.num_kv_blocks,
+        block_size=config.block_size,
+        logprobs_mode=logprobs_mode,
+        logits_processors=LogitsProcessors.installed(),
+        is_asynchronous=config.async_scheduling,
+    )
