@@ -5,6 +5,7 @@ are wrong is reported as failed, and the others of the step are computed as if i
 what a model is.
 """
 
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 
@@ -25,6 +26,7 @@ from trioengine.core.executor import (
     TokenMasks,
 )
 from trioengine.worker.backend import Backend, StepBatch
+from trioengine.worker.draft import ComputedSequence, DraftModel
 from trioengine.worker.logits_processors import LogitsProcessorError, LogitsProcessors, process_logits
 from trioengine.worker.sampling_table import LogitRows, SamplingTable
 from trioengine.worker.sequences import SequenceState, sequence_state
@@ -64,19 +66,20 @@ class ModelRunner:
         self,
         backend: Backend,
         *,
-        num_blocks: int,
-        block_size: int,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         logits_processors: LogitsProcessors | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
-        # Slots are 32-bit numbers.
-        assert num_blocks * block_size < 2**31
         self._backend = backend
-        self._num_blocks = num_blocks
-        self._block_size = block_size
+        self._block_size = backend.block_size
+        self._num_groups = len(backend.kv_cache_groups)
+        self._num_blocks = np.array([group.num_blocks for group in backend.kv_cache_groups])
+        # Slots are 32-bit numbers.
+        assert self._num_blocks.max() * self._block_size < 2**31
         self._sequences: dict[int, SequenceState] = {}
         self._table = SamplingTable(backend.vocab_size, logprobs_mode)
         self._logits_processors = logits_processors or LogitsProcessors({})
+        self._draft_model = draft_model
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
@@ -84,6 +87,8 @@ class ModelRunner:
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
                 self._table.remove(state)
+            if self._draft_model is not None:
+                self._draft_model.forget(sequence_id)
         for new in plan.new:
             self._add(new)
         outcome = _Outcome([NO_TOKEN] * len(plan.scheduled))
@@ -95,6 +100,10 @@ class ModelRunner:
                 sampled = self._sample(wanted, plan.masks)
                 for row in rows:
                     _take_in(row, sampled, outcome)
+        started_s = time.perf_counter()
+        drafts: Mapping[int, Sequence[int]] = {}
+        if self._draft_model is not None:
+            drafts = self._draft_model.draft(_computed(rows, plan), self._table)
         failures = [
             SequenceFailure(scheduled.sequence_id, failure)
             for scheduled in plan.scheduled
@@ -107,6 +116,8 @@ class ModelRunner:
             num_accepted=outcome.num_accepted,
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
+            drafts=drafts,
+            draft_seconds=time.perf_counter() - started_s,
         )
 
     def _add(self, new: NewSequence) -> None:
@@ -131,7 +142,7 @@ class ModelRunner:
                 num_drafts, num_known = len(work.draft_token_ids), len(state.token_ids)
                 assert first < end <= num_known
                 assert not num_drafts or end == num_known
-                assert end <= len(state.block_ids) * self._block_size
+                assert end <= len(state.block_ids) // self._num_groups * self._block_size
                 is_sampled = end == num_known and state.sampling.max_tokens != 0
                 rows.append(_Row(index, state, first, end, num_drafts, is_sampled))
         return rows
@@ -145,19 +156,21 @@ class ModelRunner:
         owners = np.arange(len(rows), dtype=np.int32).repeat(counts)
         positions = np.arange(query_start[-1], dtype=np.int32) + (firsts - query_start[:-1])[owners]
         token_ids = array("i")
-        block_table = np.zeros((len(rows), max(len(row.state.block_ids) for row in rows)), np.int32)
+        max_blocks = max(len(row.state.block_ids) for row in rows) // self._num_groups
+        block_table = np.zeros((self._num_groups, len(rows), max_blocks), np.int32)
         for i, row in enumerate(rows):
             _want(row, wanted, len(token_ids), -1 if masks is None else masks.first_rows.get(row.index, -1))
             token_ids += row.state.token_ids[row.first : row.end]
-            block_table[i, : len(row.state.block_ids)] = row.state.block_ids
+            block_ids = row.state.block_ids.reshape(-1, self._num_groups).T
+            block_table[:, i, : block_ids.shape[1]] = block_ids
+        blocks = block_table[:, owners, positions // self._block_size]
         # A wrong block id would overwrite another sequence's memory.
-        assert block_table.min() >= 0
-        assert block_table.max() < self._num_blocks
-        blocks = block_table[owners, positions // self._block_size]
+        assert blocks.min() >= 0
+        assert (block_table.max(axis=(1, 2)) < self._num_blocks).all()
         return StepBatch(
             token_ids=np.array(token_ids, np.int32),
             positions=positions,
-            slots=blocks * np.int32(self._block_size) + positions % np.int32(self._block_size),
+            slots=np.ascontiguousarray(blocks * np.int32(self._block_size) + positions % np.int32(self._block_size)),
             query_start=query_start,
             seq_lens=firsts + counts,
             block_table=block_table,
@@ -277,3 +290,18 @@ def _take_in(row: _Row, sampled: _Sampled, outcome: _Outcome) -> None:
         outcome.num_accepted[row.index] = num_accepted
     if sampled.num_logprobs and sampled.num_logprobs[last] >= 0:
         outcome.logprobs[row.index] = [sampled.token_logprobs(each) for each in range(first, last + 1)]
+
+
+def _computed(rows: Sequence[_Row], plan: StepPlan) -> list[ComputedSequence]:
+    """The step's sequences for the draft model."""
+    computed: list[ComputedSequence] = []
+    for row in rows:
+        work, state = plan.scheduled[row.index], row.state
+        if state.failure is None:
+            # A sampled token is not computed yet, and of the drafts before it only those that were right count.
+            end = len(state.token_ids) - 1 if row.is_sampled else row.end
+            num_wanted = work.max_new_drafts if row.is_sampled else 0
+            computed.append(
+                ComputedSequence(row.index, work.sequence_id, state, row.first, end, num_wanted, not row.is_sampled)
+            )
+    return computed
