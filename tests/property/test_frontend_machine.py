@@ -3,6 +3,7 @@
 The front end under test talks with a core that is a table; messages wait both ways for as long as hypothesis likes.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from unittest import mock
@@ -16,12 +17,14 @@ from trioengine.errors import EngineGenerateError, TrioEngineError
 from trioengine.frontend import frontend as frontend_module
 from trioengine.frontend.frontend import AddedRequest, Frontend
 from trioengine.frontend.input_processor import InputProcessor
+from trioengine.frontend.logprobs import LogprobEntry
 from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.codec import decode, encode, error_to_data
 from trioengine.types.messages import (
     AbortRequests,
     EngineCoreRequest,
     Finished,
+    LogprobColumns,
     ModelFacts,
     StepOutput,
     pack_int32,
@@ -44,6 +47,8 @@ class Reader:
 
     number: int
     max_tokens: int
+    has_logprobs: bool = False
+    num_prompt_parts: int = 0
     added: AddedRequest | None = None
     token_ids: list[int] = attrs.field(factory=list[int])
     texts: list[str] = attrs.field(factory=list[str])
@@ -56,16 +61,28 @@ class Reader:
     def is_over(self) -> bool:
         return self.has_left or self.finish_reason is not None or self.error is not None
 
+    def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
+        assert not self.is_over
+        assert not self.token_ids, "the prompt comes first"
+        assert num_cached_tokens in (0, self.number)
+        assert all(unpack_int32(entry.token_ids).tolist() == [FIRST_WORD + self.number] for entry in logprobs)
+        self.num_prompt_parts += 1
+
     def put(
         self,
         text: str,
         token_ids: Sequence[int],
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
     ) -> None:
         del stop_reason
         assert not self.is_over
         assert set(token_ids) <= {FIRST_WORD + self.number}
+        assert len(logprobs) == (len(token_ids) if self.has_logprobs else 0)
+        for place, entry in enumerate(logprobs, start=len(self.token_ids) + 1):
+            assert unpack_int32(entry.token_ids).tolist() == [FIRST_WORD + self.number]
+            assert entry.rank == place
         self.token_ids.extend(token_ids)
         self.texts.append(text)
         self.finish_reason = finish_reason
@@ -75,6 +92,17 @@ class Reader:
         self.error = error
 
 
+def columns(entries: Sequence[tuple[int, int, int]]) -> LogprobColumns:
+    """Of slots, ranks and tokens: each with its own log probability alone."""
+    return LogprobColumns(
+        slots=pack_int32([slot for slot, _, _ in entries]),
+        counts=pack_int32([1] * len(entries)),
+        ranks=pack_int32([rank for _, rank, _ in entries]),
+        token_ids=pack_int32([token for _, _, token in entries]),
+        logprobs=array("f", [-1.0] * len(entries)).tobytes(),
+    )
+
+
 @attrs.define(eq=False)
 class Running:
     """A request in the core."""
@@ -82,6 +110,7 @@ class Running:
     reader: Reader
     token: int
     num_left: int
+    num_generated: int = 0
 
 
 class FrontendMachine(RuleBasedStateMachine):
@@ -97,6 +126,10 @@ class FrontendMachine(RuleBasedStateMachine):
         self.to_core: deque[bytes] = deque()
         self.running: dict[int, Running] = {}
         self.rows: list[tuple[int, int]] = []
+        self.logprobs: list[tuple[int, int, int]] = []
+        """Slot, rank and token."""
+        self.prompts: list[tuple[int, int]] = []
+        """Slot and token."""
         self.finished: list[Finished] = []
         self.from_core: deque[bytes] = deque()
         self.num_outputs = 0
@@ -110,13 +143,18 @@ class FrontendMachine(RuleBasedStateMachine):
     # Callers
 
     @precondition(lambda self: len(self.readers) < MAX_REQUESTS)
-    @rule(external_id=EXTERNAL_IDS, max_tokens=st.integers(1, 5), stops_after=st.none() | st.integers(1, 3))
-    def add(self, external_id: str, max_tokens: int, stops_after: int | None) -> None:
+    @rule(
+        external_id=EXTERNAL_IDS,
+        max_tokens=st.integers(1, 5),
+        stops_after=st.none() | st.integers(1, 3),
+        has_logprobs=st.booleans(),
+    )
+    def add(self, external_id: str, max_tokens: int, stops_after: int | None, has_logprobs: bool) -> None:
         """A request whose tokens are all its own number."""
         number = len(self.readers)
-        reader = Reader(number, max_tokens)
+        reader = Reader(number, max_tokens, has_logprobs)
         stop = f"<{number}>" * stops_after if stops_after else None
-        sampling = SamplingParams(max_tokens=max_tokens, stop=stop)  # type: ignore[arg-type]
+        sampling = SamplingParams(max_tokens=max_tokens, stop=stop, logprobs=0 if has_logprobs else None)  # type: ignore[arg-type]
         prompt = TokensPrompt([FIRST_WORD + number])
         added = self.frontend.add(PROCESSOR.process(GenerateRequest(prompt, sampling, request_id=external_id)), reader)
         reader.added = added
@@ -202,6 +240,11 @@ class FrontendMachine(RuleBasedStateMachine):
         for index, (slot, running) in enumerate(list(self.running.items())):
             self.rows.append((slot, running.token))
             running.num_left -= 1
+            running.num_generated += 1
+            if running.num_generated == 1:
+                self.prompts.append((slot, running.token))
+            if running.reader.has_logprobs:
+                self.logprobs.append((slot, running.num_generated, running.token))
             error = error_to_data(EngineGenerateError("broken")) if index + 1 == fails else None
             if error is not None or running.num_left == 0:
                 del self.running[slot]
@@ -224,9 +267,12 @@ class FrontendMachine(RuleBasedStateMachine):
             tokens=pack_int32([token for tokens in by_slot.values() for token in tokens]),
             counts=pack_int32([len(tokens) for tokens in by_slot.values()]),
             finished=tuple(self.finished),
+            logprobs=columns(self.logprobs) if self.logprobs else None,
+            prompt_logprobs=columns([(slot, 1, token) for slot, token in self.prompts]) if self.prompts else None,
+            cached_tokens=pack_int32([value for slot, token in self.prompts for value in (slot, token - FIRST_WORD)]),
         )
         self.num_outputs += 1
-        self.rows, self.finished = [], []
+        self.rows, self.logprobs, self.prompts, self.finished = [], [], [], []
         self.from_core.append(encode(message))
 
     @precondition(lambda self: self.slices is not None or self.from_core)
@@ -284,6 +330,8 @@ class FrontendMachine(RuleBasedStateMachine):
     def _check(self, reader: Reader) -> None:
         assert reader.is_over
         assert len(reader.token_ids) <= reader.max_tokens
+        if reader.token_ids:
+            assert reader.num_prompt_parts == 2
         if reader.finish_reason is FinishReason.LENGTH:
             assert len(reader.token_ids) == reader.max_tokens
         if reader.finish_reason is FinishReason.ABORT:

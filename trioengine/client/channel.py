@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import trio
 
 from trioengine.errors import TrioEngineError
+from trioengine.frontend.logprobs import LogprobEntry
 from trioengine.frontend.pending_output import PendingOutput
 from trioengine.types.output import FinishReason
 
@@ -30,15 +31,20 @@ class CoalescingChannel:
         self._is_delivered = False
         self._is_final_only = is_final_only
 
+    def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
+        """Keep what became known of the prompt for the first output."""
+        self._pending().put_prompt(num_cached_tokens, logprobs)
+
     def put(
         self,
         text: str,
         token_ids: Sequence[int],
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
     ) -> None:
         """Give the reader new output; with a `finish_reason`, the last."""
-        self._pending().put(text, token_ids, finish_reason, stop_reason)
+        self._pending().put(text, token_ids, finish_reason, stop_reason, logprobs)
         self._deliver()
 
     def fail(self, error: TrioEngineError) -> None:

@@ -12,6 +12,7 @@ import attrs
 
 from trioengine.errors import EngineClosedError, EngineDeadError, EngineGenerateError, TrioEngineError
 from trioengine.frontend.input_processor import ProcessedRequest
+from trioengine.frontend.logprobs import entries_by_slot
 from trioengine.frontend.request_state import RequestState
 from trioengine.frontend.sink import Sink
 from trioengine.types.codec import decode_reply, error_from_data
@@ -186,6 +187,8 @@ class Frontend:
             )
             return
         self._next_sequence += 1
+        if message.cached_tokens or message.prompt_logprobs is not None or message.logprobs is not None:
+            self._receive_besides(message)
         slots = unpack_int32(message.slots)
         tokens = unpack_int32(message.tokens).tolist()
         counts = unpack_int32(message.counts) if message.counts else None
@@ -199,6 +202,21 @@ class Frontend:
                 yield
         for finished in message.finished:
             self._receive_finished(finished)
+
+    def _receive_besides(self, message: StepOutput) -> None:
+        """Hand out what belongs to the prompts or comes beside tokens; those who have left need none of it."""
+        cached_tokens = unpack_int32(message.cached_tokens)
+        for slot, num_cached_tokens in zip(cached_tokens[::2], cached_tokens[1::2], strict=True):
+            if (state := self._states[slot]) is not None:
+                state.receive_prompt(num_cached_tokens, ())
+        if message.prompt_logprobs is not None:
+            for slot, entries in entries_by_slot(message.prompt_logprobs).items():
+                if (state := self._states[slot]) is not None:
+                    state.receive_prompt(0, entries)
+        if message.logprobs is not None:
+            for slot, entries in entries_by_slot(message.logprobs).items():
+                if (state := self._states[slot]) is not None:
+                    state.receive_logprobs(entries)
 
     def _receive_row(self, slot: int, token_ids: list[int], finished: Finished | None) -> None:
         state = self._states[slot]

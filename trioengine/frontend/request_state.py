@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from trioengine.errors import TrioEngineError
 from trioengine.frontend.input_processor import ProcessedRequest
+from trioengine.frontend.logprobs import LogprobEntry
 from trioengine.frontend.sink import Sink
 from trioengine.tokenizer.detokenizer import IncrementalDetokenizer
 from trioengine.tokenizer.stop_matcher import StopMatcher
@@ -21,6 +22,7 @@ class RequestState:
     __slots__ = (
         "_detokenizer",
         "_hides_end_token",
+        "_logprobs",
         "_num_tokens",
         "_num_untested_tokens",
         "_sink",
@@ -46,6 +48,8 @@ class RequestState:
             self._stop_matcher = StopMatcher(
                 sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
             )
+        self._logprobs: list[LogprobEntry] | None = None if sampling.logprobs is None else []
+        """Of tokens that come next; None where none were asked for."""
         self._num_tokens = 0
         # The token that reaches `min_tokens` is the first whose text may hold a stop string.
         self._num_untested_tokens = max(0, sampling.min_tokens - 1)
@@ -56,15 +60,29 @@ class RequestState:
         """Whether anyone still waits for outputs."""
         return self._sink is not None
 
+    def receive_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
+        """Take what became known of the prompt."""
+        if self._sink is not None:
+            self._sink.put_prompt(num_cached_tokens, logprobs)
+
+    def receive_logprobs(self, logprobs: Sequence[LogprobEntry]) -> None:
+        """Take log probabilities of the tokens that come next, before these."""
+        if self._logprobs is not None:
+            self._logprobs.extend(logprobs)
+
     def receive(self, token_ids: Sequence[int], finished: Finished | None) -> bool:
         """Take the tokens of one row, and the core's last word if it came with them.
 
         Returns:
             Whether a stop string ended the request: the core must be told, unless it has ended it too.
+
+        Raises:
+            ValueError: log probabilities of a token were asked for and are not there. Nothing was shown.
         """
         sink = self._sink
         if sink is None:
             return False
+        logprobs = () if self._logprobs is None else self._take_logprobs(len(token_ids))
         last_shown = len(token_ids)
         if finished is not None and finished.reason is FinishReason.STOP and self._hides_end_token:
             last_shown -= 1  # The end token is reported, but its text is not shown.
@@ -73,12 +91,17 @@ class RequestState:
             stop = self._feed(token_id, parts) if position < last_shown else None
             if stop is not None:
                 self._sink = None
-                sink.put("".join(parts), token_ids[: position + 1], FinishReason.STOP, stop)
+                end = position + 1
+                sink.put("".join(parts), token_ids[:end], FinishReason.STOP, stop, logprobs[:end])
                 return True
         if finished is None:
-            sink.put("".join(parts), token_ids)
+            sink.put("".join(parts), token_ids, None, None, logprobs)
             return False
-        self._finish(sink, parts, token_ids, finished)
+        rest, stop = self._flush()
+        self._sink = None
+        parts.append(rest)
+        reason, stop_reason = (finished.reason, finished.stop_token_id) if stop is None else (FinishReason.STOP, stop)
+        sink.put("".join(parts), token_ids, reason, stop_reason, logprobs)
         return False
 
     def end(self, reason: FinishReason) -> None:
@@ -117,14 +140,12 @@ class RequestState:
         parts.append(result.emit)
         return None if result.matched is None else self._stops[result.matched]
 
-    def _finish(self, sink: Sink, parts: list[str], token_ids: Sequence[int], finished: Finished) -> None:
-        rest, stop = self._flush()
-        self._sink = None
-        parts.append(rest)
-        if stop is not None:
-            sink.put("".join(parts), token_ids, FinishReason.STOP, stop)
-        else:
-            sink.put("".join(parts), token_ids, finished.reason, finished.stop_token_id)
+    def _take_logprobs(self, num_tokens: int) -> Sequence[LogprobEntry]:
+        assert self._logprobs is not None
+        taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
+        if len(taken) < num_tokens:
+            raise ValueError(f"{num_tokens} tokens came with log probabilities of {len(taken)}")
+        return taken
 
     def _flush(self) -> "tuple[str, str | None]":
         """The text held back, now that no more follows, and the stop string that an incomplete character completes."""

@@ -66,5 +66,5 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache."""
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-    """One for each token of the prompt, None for the first; in the first output that has tokens or the ending, and in
-    every one for CUMULATIVE. None where none were asked for."""
+    """One for each token of the prompt (fewer where it was aborted before they were computed), None for the first; in
+    the first output, and in every one for CUMULATIVE. None where none were asked for."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from hypothesis import given, settings
@@ -10,8 +11,11 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioengine.client.channel import CoalescingChannel
 from trioengine.errors import EngineGenerateError
+from trioengine.frontend.logprobs import LogprobEntry
 from trioengine.frontend.pending_output import PendingOutput
 from trioengine.types.output import FinishReason
+
+ENTRY = LogprobEntry(1, b"\1\0\0\0", b"\0\0\0\0")
 
 
 class Reader:
@@ -37,6 +41,33 @@ async def test_what_was_put_is_received() -> None:
     received = await channel.receive()
     assert (received.texts, received.token_ids, received.is_last) == (["a"], [1], False)
     assert received.is_taken
+
+
+async def test_what_is_known_of_the_prompt_wakes_nobody_and_comes_with_the_first_output() -> None:
+    channel = CoalescingChannel()
+    reader = Reader(channel)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader.read)
+        channel.put_prompt(3, [ENTRY])
+        await wait_all_tasks_blocked()
+        channel.put_prompt(0, [ENTRY])
+        await wait_all_tasks_blocked()
+        assert reader.got is None
+        channel.put("a", [1], logprobs=[ENTRY])
+    assert reader.got is not None
+    assert (reader.got.num_cached_tokens, reader.got.prompt_logprobs) == (3, [ENTRY, ENTRY])
+    assert (reader.got.token_ids, reader.got.logprobs) == ([1], [ENTRY])
+
+
+async def test_log_probabilities_are_merged_with_their_tokens() -> None:
+    channel = CoalescingChannel()
+    for rank in (1, 2):
+        channel.put("a", [rank], logprobs=[attrs.evolve(ENTRY, rank=rank)])
+    received = await channel.receive()
+    assert [entry.rank for entry in received.logprobs] == received.token_ids == [1, 2]
+    channel.put("a", [3], logprobs=[attrs.evolve(ENTRY, rank=3)])
+    assert [entry.rank for entry in (await channel.receive()).logprobs] == [3]
+    assert len(received.logprobs) == 2
 
 
 async def test_a_slow_reader_gets_one_larger_output() -> None:

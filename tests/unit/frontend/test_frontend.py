@@ -16,6 +16,7 @@ from trioengine.errors import (
 )
 from trioengine.frontend.frontend import OUTPUT_SLICE_ROWS, AddedRequest, Frontend, PendingCall
 from trioengine.frontend.input_processor import InputProcessor
+from trioengine.frontend.logprobs import LogprobEntry
 from trioengine.frontend.pending_output import PendingOutput
 from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.codec import decode, encode, encode_reply, error_to_data
@@ -26,6 +27,7 @@ from trioengine.types.messages import (
     CoreLoad,
     Finished,
     GetLoad,
+    LogprobColumns,
     ModelFacts,
     Reply,
     StepOutput,
@@ -55,7 +57,7 @@ class Front:
         return self.frontend.add(PROCESSOR.process(request), sink), sink
 
     def step_message(
-        self, rows: Sequence[tuple[AddedRequest, str]] = (), finished: Sequence[Finished] = ()
+        self, rows: Sequence[tuple[AddedRequest, str]] = (), finished: Sequence[Finished] = (), **others: Any
     ) -> StepOutput:
         tokens = [TOKENIZER.encode(text) for _, text in rows]
         message = StepOutput(
@@ -66,17 +68,36 @@ class Front:
             tokens=pack_int32([token for row in tokens for token in row]),
             counts=b"" if all(len(row) == 1 for row in tokens) else pack_int32([len(row) for row in tokens]),
             finished=tuple(finished),
+            **others,
         )
         self.sequence += 1
         return message
 
-    def step(self, *rows: tuple[AddedRequest, str], finished: Sequence[Finished] = ()) -> int:
+    def step(self, *rows: tuple[AddedRequest, str], finished: Sequence[Finished] = (), **others: Any) -> int:
         """Deliver a step; the number of times that others may run meanwhile."""
-        return len(list(self.frontend.receive(self.step_message(rows, finished))))
+        return len(list(self.frontend.receive(self.step_message(rows, finished, **others))))
 
     def aborted_slots(self) -> tuple[int, ...]:
         aborts = self.frontend.take_aborts()
         return () if aborts is None else aborts.slots
+
+
+def columns(*tokens: tuple[AddedRequest, str]) -> LogprobColumns:
+    """An entry for each character: its log probability is 0, and no other's is told."""
+    pairs = [(added.message.slot, token_id) for added, text in tokens for token_id in TOKENIZER.encode(text)]
+    ones = pack_int32([1] * len(pairs))
+    return LogprobColumns(
+        slots=pack_int32([slot for slot, _ in pairs]),
+        counts=ones,
+        ranks=ones,
+        token_ids=pack_int32([token_id for _, token_id in pairs]),
+        logprobs=bytes(4 * len(pairs)),
+    )
+
+
+def spelled(entries: Sequence[LogprobEntry]) -> str:
+    """The tokens that these entries are of."""
+    return TOKENIZER.decode([unpack_int32(entry.token_ids)[0] for entry in entries])
 
 
 def length(added: AddedRequest) -> Finished:
@@ -380,3 +401,43 @@ def test_everything_is_aborted_at_once(front: Front) -> None:
     front.step(finished=[Finished(slot, FinishReason.ABORT) for slot in aborts.slots])
     assert front.frontend.num_reserved_slots == 0
     assert all(sink.finish_reason is FinishReason.ABORT for _, sink in requests)
+
+
+def test_log_probabilities_reach_their_requests(front: Front) -> None:
+    """Beside those of requests that want none."""
+    (a, a_sink), (b, b_sink), (c, c_sink) = front.add(logprobs=0), front.add(), front.add(logprobs=0)
+    front.step((c, "12"), (b, "34"), (a, "5"), logprobs=columns((c, "1"), (a, "5"), (c, "2")))
+    front.step((a, "678"), logprobs=columns((a, "678")), finished=[length(a)])
+    assert [spelled(sink.logprobs) for sink in (a_sink, b_sink, c_sink)] == ["5678", "", "12"]
+    assert b_sink.token_ids == TOKENIZER.encode("34")
+
+
+def test_what_comes_of_the_prompt_waits_for_the_first_output(front: Front) -> None:
+    """In parts, and before any row."""
+    a, a_sink = front.add(prompt="abcd", prompt_logprobs=0)
+    b, b_sink = front.add(prompt="xy")
+    front.step(prompt_logprobs=columns((a, "b")), cached_tokens=pack_int32([b.message.slot, 1]))
+    front.step((a, "1"), (b, "2"), prompt_logprobs=columns((a, "cd")), cached_tokens=pack_int32([a.message.slot, 2]))
+    assert (spelled(a_sink.prompt_logprobs), a_sink.num_cached_tokens) == ("bcd", 2)
+    assert (spelled(b_sink.prompt_logprobs), b_sink.num_cached_tokens) == ("", 1)
+
+
+def test_log_probabilities_for_slots_that_nobody_waits_at_are_ignored(front: Front) -> None:
+    """Aborted, but not yet heard of by the core; and free."""
+    (a, a_sink), (b, _), (c, c_sink) = front.add("a", logprobs=0), front.add("b", logprobs=0), front.add(logprobs=0)
+    front.step((b, "1"), logprobs=columns((b, "1")), finished=[length(b)])
+    front.frontend.abort("a")
+    slots = pack_int32([a.message.slot, 7, b.message.slot, 7])
+    late = columns((a, "2"), (b, "2"), (c, "3"))
+    front.step((a, "2"), (c, "3"), logprobs=late, prompt_logprobs=late, cached_tokens=slots)
+    assert (a_sink.logprobs, a_sink.prompt_logprobs, a_sink.num_cached_tokens) == ([], [], 0)
+    assert spelled(c_sink.logprobs) == "3"
+
+
+def test_a_request_whose_log_probabilities_are_missing_fails_alone(front: Front) -> None:
+    (a, a_sink), (b, b_sink) = front.add(logprobs=0), front.add()
+    front.step((a, "1"), (b, "2"))
+    assert isinstance(a_sink.error, EngineGenerateError)
+    assert front.aborted_slots() == (a.message.slot,)
+    assert b_sink.token_ids == TOKENIZER.encode("2")
+    assert b.state.is_open

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from trioengine.errors import EngineGenerateError
 from trioengine.frontend.input_processor import InputProcessor
+from trioengine.frontend.logprobs import LogprobEntry
 from trioengine.frontend.pending_output import PendingOutput
 from trioengine.frontend.request_state import RequestState
 from trioengine.testing.fake_tokenizer import FakeTokenizer
-from trioengine.types.messages import Finished, ModelFacts
+from trioengine.types.messages import Finished, ModelFacts, pack_int32
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
 from trioengine.types.request import GenerateRequest
@@ -117,6 +118,64 @@ def test_tokens_after_the_one_that_completes_the_stop_are_dropped() -> None:
     assert sink.token_ids == ids("GHIJ")
     assert sink.text == "G"
     assert sink.finish_reason is FinishReason.STOP
+
+
+def entries(token_ids: Sequence[int]) -> list[LogprobEntry]:
+    """One for each token: its own alone."""
+    return [LogprobEntry(1, pack_int32([token_id]), b"\0\0\0\0") for token_id in token_ids]
+
+
+def test_log_probabilities_of_tokens_after_the_stop_are_dropped_with_them() -> None:
+    """Case 24 (vllm 47616): of a step of four tokens three are left, and three log probabilities."""
+    state, sink = start(stopping("HIJ", logprobs=0))
+    step = ids("GHIJX")
+    state.receive_logprobs(entries(step))
+    assert state.receive(step, None)
+    assert sink.token_ids == ids("GHIJ")
+    assert sink.logprobs == entries(ids("GHIJ"))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.booleans())
+def test_each_token_has_its_own_log_probability(row_lengths: list[int], comes_at_once: bool) -> None:
+    """Also when those of several rows come together."""
+    state, sink = start(SamplingParams(max_tokens=1000, logprobs=0))
+    tokens = list(range(sum(row_lengths)))
+    if comes_at_once:
+        state.receive_logprobs(entries(tokens))
+    rest = tokens
+    for length in row_lengths:
+        row, rest = rest[:length], rest[length:]
+        if not comes_at_once:
+            state.receive_logprobs(entries(row))
+        state.receive(row, None if rest else finished())
+        assert sink.logprobs == entries(sink.token_ids)
+    assert sink.token_ids == tokens
+
+
+def test_a_token_without_its_log_probability_is_a_fault() -> None:
+    """Never one too few, or of another token."""
+    state, sink = start(SamplingParams(logprobs=0))
+    state.receive_logprobs(entries([97]))
+    with pytest.raises(ValueError, match="2 tokens"):
+        state.receive([97, 98], None)
+    assert (sink.token_ids, state.is_open) == ([], True)
+
+
+def test_log_probabilities_that_nobody_asked_for_are_ignored() -> None:
+    state, sink = start()
+    state.receive_logprobs(entries([97]))
+    state.receive([97], None)
+    assert (sink.token_ids, sink.logprobs) == ([97], [])
+
+
+def test_what_is_known_of_the_prompt_reaches_only_those_who_wait() -> None:
+    state, sink = start()
+    state.receive_prompt(3, ())
+    state.receive_prompt(0, entries([1]))
+    state.receive_prompt(0, entries([2]))
+    state.end(FinishReason.ABORT)
+    state.receive_prompt(9, entries([3]))
+    assert (sink.num_cached_tokens, sink.prompt_logprobs) == (3, entries([1, 2]))
 
 
 def test_a_stop_string_begins_and_ends_inside_tokens() -> None:
