@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 import numpy as np
 import pytest
 
@@ -10,14 +11,16 @@ torch = pytest.importorskip("torch")
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 from trioengine_kernels.native.sampler import (  # noqa: E402
     MIN_LOGPROB,
+    ChangedLogits,
     LogitBias,
+    Masks,
     NativeSampler,
     Penalties,
     RaggedIds,
     SampledStatus,
     SamplingArrays,
 )
-from trioengine_kernels.sampling import SamplingBatch, logprobs, penalize, sample  # noqa: E402
+from trioengine_kernels.sampling import SamplingBatch, logprobs, penalize, processed_logits, sample  # noqa: E402
 from trioengine_kernels.sampling.reference import _gumbel_noise  # noqa: E402
 
 TEMPERATURES = [0.0, 1e-45, 1e-4, 0.5, 1.0, 1.0, 2.0, 100.0]
@@ -96,8 +99,8 @@ def random_logits(rng, kind, num_rows, vocab_size):
     return np.ascontiguousarray(x, np.float32)
 
 
-def reference_tokens(logits, arrays):
-    batch = SamplingBatch(
+def reference_batch(arrays):
+    return SamplingBatch(
         temperature=torch.from_numpy(arrays.temperature),
         top_k=torch.from_numpy(arrays.top_k.astype(np.int64)),
         top_p=torch.from_numpy(arrays.top_p),
@@ -105,7 +108,10 @@ def reference_tokens(logits, arrays):
         seed=torch.from_numpy(arrays.seed.view(np.int64)),
         position=torch.from_numpy(arrays.position),
     )
-    return sample(torch.from_numpy(logits), batch).numpy()
+
+
+def reference_tokens(logits, arrays):
+    return sample(torch.from_numpy(logits), reference_batch(arrays)).numpy()
 
 
 def ragged(rows):
@@ -245,12 +251,19 @@ def some_penalties(seen, num_prompt_tokens=1, repetition=1.3, presence=0.25, fre
     "strength", [(1.3, 0.0, 0.0), (1.0, 0.3, 0.0), (1.0, 0.0, -0.7), (0.77, -0.1, 0.33), (1.0, 0.0, 0.0)]
 )
 def test_rules_apply_in_the_references_order(sampler, temperature, strength) -> None:
-    """Bias, penalties, forbidden, allowed, to the last bit; rows keep to their own rules."""
+    """Changed logits, masks, bias, penalties, forbidden, allowed, to the last bit; rows keep to their own rules, and
+    forced ones to none."""
     rng = np.random.default_rng(5)
     num_rows, vocab_size = 24, 301
     logits = random_logits(rng, "wide", num_rows, vocab_size)
     repetition, presence, frequency = strength
     expected = logits.copy()
+    changed_logits = random_logits(rng, "wide", 4, vocab_size)
+    changed_rows = np.where(np.arange(num_rows) % 6 == 0, np.arange(num_rows) // 6, -1).astype(np.int32)
+    mask_bits = rng.integers(-(2**31), 2**31, (3, 11), dtype=np.int32)  # A word more than is needed.
+    mask_bits[1, :4], mask_bits[2, 2:6] = -1, 0
+    mask_rows = np.where(np.arange(num_rows) % 4 == 1, np.arange(num_rows) % 3, -1).astype(np.int32)
+    forced = np.where(np.arange(num_rows) % 11 == 10, np.arange(num_rows) + 200, -1).astype(np.int32)
     seen, num_prompt, biased, bias_values, forbidden, allowed = [], [], [], [], [], []
     for row in range(num_rows):
         best = np.argsort(-logits[row])
@@ -261,6 +274,12 @@ def test_rules_apply_in_the_references_order(sampler, temperature, strength) -> 
         num_prompt.append(int(rng.integers(0, 31)) if row % 3 else 0)
         forbidden.append(best[rng.integers(0, 30, 4)].tolist() if row % 5 == 1 else [])
         allowed.append(rng.permutation(vocab_size)[:40].tolist() if row % 7 == 2 else [])
+        if changed_rows[row] >= 0:
+            expected[row] = changed_logits[changed_rows[row]]
+        if mask_rows[row] >= 0:
+            words = mask_bits[mask_rows[row]]
+            hidden = [token for token in range(vocab_size) if not int(words[token // 32]) >> token % 32 & 1]
+            expected[row, hidden] = -np.inf
         expected[row, biased[-1]] += values
         tensor = torch.from_numpy(expected[row])
         prompt, output = torch.tensor(seen[-1][: num_prompt[-1]]), torch.tensor(seen[-1][num_prompt[-1] :])
@@ -280,13 +299,18 @@ def test_rules_apply_in_the_references_order(sampler, temperature, strength) -> 
         "penalties": some_penalties(seen, num_prompt, repetition, presence, frequency),
         "forbidden": ragged(forbidden),
         "allowed": ragged(allowed),
+        "changed": ChangedLogits(changed_rows, changed_logits),
+        "masks": Masks(mask_rows, mask_bits),
+        "forced": forced,
     }
     arrays = make_arrays(num_rows, temperature=temperature, **rules)
+    expected_tokens = np.where(forced >= 0, forced, reference_tokens(expected, arrays)).tolist()
     before = logits.copy()
     # Twice: the memory for counting is clean again after the first time.
     for _ in range(2):
         found = sampler.sample(logits, arrays)
-        assert found.token_ids.tolist() == reference_tokens(expected, arrays).tolist()
+        assert found.token_ids.tolist() == expected_tokens
+        assert not found.status.any()
     assert np.array_equal(logits, before)
 
 
@@ -344,6 +368,44 @@ def test_logprobs_and_ranks(library, sampler, isas, kind) -> None:
             assert found.token_ids[row] != logits[row].argmax()
 
 
+@pytest.mark.parametrize("kind", ["wide", "like language", "many equals", "flat", "many forbidden", "huge", "denormal"])
+def test_logprobs_of_what_is_drawn_from(library, sampler, isas, kind) -> None:
+    """After rules, temperature and limits; of forced rows they are of the logits as they are."""
+    rng = np.random.default_rng(12)
+    num_rows, vocab_size = 40, 1500
+    logits = random_logits(rng, kind, num_rows, vocab_size)
+    arrays = random_arrays(rng, num_rows, vocab_size)
+    forbidden = [[int(logits[row].argmax())] for row in range(num_rows)]
+    ruled = logits.copy()
+    for row in range(num_rows):
+        ruled[row, forbidden[row]] = -np.inf
+    forced = np.where(np.arange(num_rows) % 5 == 0, np.arange(num_rows), -1).astype(np.int32)
+    num_logprobs = np.array([-1, 0, 1, 20, vocab_size] * 8, np.int32)
+    arrays = attrs.evolve(
+        arrays,
+        forbidden=ragged(forbidden),
+        forced=forced,
+        num_logprobs=num_logprobs,
+        logprobs_are_processed=True,
+    )
+    processed = processed_logits(torch.from_numpy(ruled), reference_batch(arrays)).numpy()
+    processed = np.where(forced[:, None] >= 0, logits, processed)
+    exact = torch.log_softmax(torch.from_numpy(processed).double(), -1).numpy().clip(min=MIN_LOGPROB)
+    for isa in isas:
+        library.set_isa(isa)
+        found = sampler.sample(logits, arrays)
+        reference = logprobs(torch.from_numpy(processed), torch.from_numpy(found.token_ids).long(), vocab_size)
+        for row, num in enumerate(num_logprobs):
+            if num < 0:
+                continue
+            top, ids = found.logprobs.top[row, :num], found.logprobs.top_token_ids[row, :num]
+            assert ids.tolist() == reference.top_token_ids[row, :num].tolist()
+            assert top == pytest.approx(exact[row, ids], rel=1e-6, abs=1e-5)
+            assert found.logprobs.chosen[row] == pytest.approx(exact[row, found.token_ids[row]], rel=1e-6, abs=1e-5)
+            assert found.logprobs.rank[row] == reference.rank[row]
+            assert forced[row] >= 0 or found.logprobs.chosen[row] > MIN_LOGPROB
+
+
 def test_a_row_with_nan_is_flagged_alone(sampler) -> None:
     """At any temperature, wherever the NaN is, also where a rule would hide it; its log probabilities are numbers."""
     rng = np.random.default_rng(2)
@@ -373,6 +435,10 @@ def test_rows_that_forbid_everything_and_rows_with_infinity(sampler) -> None:
     logits[0] = -np.inf
     logits[2, [40, 60]] = np.inf
     rules = {"forbidden": ragged([[], [0, 1], [], []]), "allowed": ragged([[], [0, 1], [], [69]])}
+    masked = sampler.sample(
+        logits[1:2], make_arrays(1, masks=Masks(np.zeros(1, np.int32), np.array([[0, 0, ~63]], np.int32)))
+    )
+    assert masked.status.tolist() == [SampledStatus.NOTHING_ALLOWED]  # Bits past the vocabulary mean nothing.
     found = sampler.sample(logits, make_arrays(4, num_logprobs=np.full(4, 2, np.int32), top_k=3, top_p=0.5, **rules))
     nothing = SampledStatus.NOTHING_ALLOWED
     assert found.status.tolist() == [nothing, nothing, SampledStatus.SAMPLED, SampledStatus.SAMPLED]
@@ -438,6 +504,12 @@ def test_an_empty_batch(sampler) -> None:
         ({"penalties": some_penalties([[1], [2]], num_prompt_tokens=2)}, "num_prompt_tokens"),
         ({"num_logprobs": np.array([11, 0], np.int32)}, "num_logprobs"),
         ({"num_logprobs": np.array([1, 0], np.int64)}, "num_logprobs"),
+        ({"masks": Masks(np.zeros(2, np.int32), np.zeros((1, 0), np.int32))}, "masks.bits"),
+        ({"masks": Masks(np.array([0, 1], np.int32), np.zeros((1, 1), np.int32))}, "masks.rows"),
+        ({"masks": Masks(np.zeros(2, np.int32), np.zeros((2, 2), np.int32)[:, ::2])}, "masks.bits"),
+        ({"changed": ChangedLogits(np.zeros(2, np.int32), np.zeros((1, 9), np.float32))}, "changed.logits"),
+        ({"changed": ChangedLogits(np.array([0, 1], np.int32), np.zeros((1, 10), np.float32))}, "changed.rows"),
+        ({"forced": np.array([-1, 10], np.int32)}, "forced"),
     ],
 )
 def test_what_does_not_fit_is_refused(sampler, change, named) -> None:

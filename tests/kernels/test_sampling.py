@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trioengine_kernels.sampling import SamplingBatch, logprobs, penalize, sample  # noqa: E402
+from trioengine_kernels.sampling import SamplingBatch, logprobs, penalize, processed_logits, sample  # noqa: E402
 from trioengine_kernels.sampling import reference as sampling_reference  # noqa: E402
 
 
@@ -181,6 +181,21 @@ def test_penalties_of_an_empty_output_change_nothing() -> None:
     before = logits.clone()
     penalize(logits, nothing, nothing, repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=1.0)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4, "top_p": 0.7}])
+def test_processed_logits_keep_what_draws_can_be(limits) -> None:
+    """Over temperature, and minus infinity exactly where no draw falls."""
+    logits = torch.tensor([0.0, 2.0, 1.5, -0.5, 1.0, 1.0])
+    processed = processed_logits(logits.unsqueeze(0), make_batch(1, temperature=0.8, **limits))[0]
+    kept = processed.isfinite()
+    assert set(kept.nonzero().flatten().tolist()) == set(draw_many(logits, 2000, temperature=0.8, **limits).tolist())
+    assert torch.equal(processed[kept], ((logits - 2.0) / 0.8)[kept])
+
+
+def test_processed_logits_of_a_greedy_row_are_its_logits() -> None:
+    logits = torch.tensor([[0.0, 2.0, -torch.inf]])
+    assert torch.equal(processed_logits(logits, make_batch(1, temperature=0.0, top_k=1)), logits)
 
 
 def test_logprobs_are_the_true_top_and_the_chosen_one_beside_it() -> None:
