@@ -24,7 +24,7 @@ async def test_fake_engine(check: Check, autojump_clock: MockClock) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_core_in_memory(check: Check, autojump_clock: MockClock) -> None:
-    async with open_scripted_engine(Script(pace_s=0.01)) as scripted:
+    async with open_scripted_engine(Script(pace_s=0.01, num_cached_tokens=3)) as scripted:
         await check(Subject(scripted.engine, scripted.engine))
         assert scripted.frontend.num_open_requests == 0
 
@@ -33,7 +33,9 @@ async def test_core_in_a_process(tmp_path: Path) -> None:
     """All checks on one engine, one after the other."""
     config = EngineConfig(model=str(write_fake_model(tmp_path / "model")))
     async with open_engine(
-        config, core_module="trioengine.testing.scripted_core", core_options={"pace_s": "0.001"}
+        config,
+        core_module="trioengine.testing.scripted_core",
+        core_options={"pace_s": "0.001", "num_cached_tokens": "3"},
     ) as engine:
         for check in CHECKS:
             await check(Subject(engine, engine))

@@ -110,6 +110,7 @@ def usage_fields(output: RequestOutput) -> Mapping[str, object]:
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": output.num_generated_tokens,
         "total_tokens": num_prompt_tokens + output.num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
     }
 
 

@@ -9,6 +9,7 @@ No check knows a right text; they compare an engine's answers with each other. N
 they wait for events.
 """
 
+import math
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import TypeAlias
@@ -19,7 +20,7 @@ import trio
 from trioengine.client.interface import EngineClient
 from trioengine.errors import EngineClosedError, RequestError
 from trioengine.types.messages import CoreLoad, GetLoad
-from trioengine.types.output import FinishReason, RequestOutput
+from trioengine.types.output import FinishReason, PositionLogprobs, RequestOutput
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.request import GenerateRequest
 
@@ -115,6 +116,69 @@ async def check_outputs_know_their_request(subject: Subject) -> None:
                 (name,) = {output.request_id for output in outputs}
                 assert name
                 assert request_id is None or name == request_id
+
+
+async def check_each_token_has_its_log_probabilities(subject: Subject) -> None:
+    """Where they were asked for, the same for each kind of output: of the token, and of the most likely ones."""
+    for num_wanted in (0, 3):
+        sampling = attrs.evolve(subject.sampling, logprobs=num_wanted)
+        asking = attrs.evolve(subject, sampling=sampling)
+        with trio.fail_after(TIMEOUT_S):
+            deltas = [output.outputs[0] for output in await asking.outputs(RequestOutputKind.DELTA)]
+            cumulative = [output.outputs[0] for output in await asking.outputs(RequestOutputKind.CUMULATIVE)]
+            (final,) = [output.outputs[0] for output in await asking.outputs(RequestOutputKind.FINAL_ONLY)]
+        for choice in (*deltas, *cumulative, final):
+            assert choice.logprobs is not None
+            assert [each.chosen.token_id for each in choice.logprobs] == list(choice.token_ids)
+            for position in choice.logprobs:
+                _check_position(position, num_wanted)
+        joined = tuple(each for delta in deltas for each in delta.logprobs or ())
+        assert joined == cumulative[-1].logprobs == final.logprobs
+    for output in await subject.outputs():
+        assert output.outputs[0].logprobs is None
+        assert output.prompt_logprobs is None
+
+
+async def check_the_prompts_log_probabilities_come_first_and_whole(subject: Subject) -> None:
+    """One for each of its tokens, none for the first, in the first output; CUMULATIVE repeats them."""
+    asking = attrs.evolve(subject, sampling=attrs.evolve(subject.sampling, prompt_logprobs=2))
+    for kind in RequestOutputKind:
+        with trio.fail_after(TIMEOUT_S):
+            first, *others = await asking.outputs(kind)
+        assert first.prompt_logprobs is not None
+        no_one, *positions = first.prompt_logprobs
+        assert no_one is None
+        assert len(positions) == len(first.prompt_token_ids) - 1 > 0
+        for token_id, position in zip(first.prompt_token_ids[1:], positions, strict=True):
+            assert position is not None
+            assert position.chosen.token_id == token_id
+            _check_position(position, 2)
+        for output in others:
+            is_repeated = kind is RequestOutputKind.CUMULATIVE
+            assert output.prompt_logprobs == (first.prompt_logprobs if is_repeated else None)
+
+
+async def check_a_prompt_can_be_scored_without_an_answer(subject: Subject) -> None:
+    """Case 36 (vllm 6521): its log probabilities, and 0 tokens."""
+    scoring = attrs.evolve(subject, sampling=attrs.evolve(subject.sampling, max_tokens=0, prompt_logprobs=0))
+    for kind in RequestOutputKind:
+        with trio.fail_after(TIMEOUT_S):
+            (output,) = await scoring.outputs(kind)
+        assert output.finished
+        assert output.num_generated_tokens == 0
+        (choice,) = output.outputs
+        assert (choice.text, choice.token_ids, choice.finish_reason) == ("", (), FinishReason.LENGTH)
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+async def check_cached_tokens_are_counted_in_every_output(subject: Subject) -> None:
+    """Never the whole prompt: its last token is always computed."""
+    with trio.fail_after(TIMEOUT_S):
+        for kind in RequestOutputKind:
+            outputs = await subject.outputs(kind)
+            (num_cached_tokens,) = {output.num_cached_tokens for output in outputs}
+            assert 0 <= num_cached_tokens < len(outputs[0].prompt_token_ids)
 
 
 async def check_wrong_parameters_are_refused_on_entering(subject: Subject) -> None:
@@ -250,6 +314,19 @@ async def check_the_engine_is_healthy_and_tells_its_load(subject: Subject) -> No
             assert engine.model_facts.max_model_len > 0
 
 
+def _check_position(position: PositionLogprobs, num_wanted: int) -> None:
+    assert len(position.top) == num_wanted
+    for logprob in (position.chosen, *position.top):
+        assert math.isfinite(logprob.logprob)
+        assert logprob.logprob <= 0
+    assert [each.logprob for each in position.top] == sorted((each.logprob for each in position.top), reverse=True)
+    for place, each in enumerate(position.top, start=1):
+        assert each.rank <= place
+        assert (position.chosen.rank < each.rank) == (position.chosen.logprob > each.logprob)
+    if position.top and position.chosen.logprob > position.top[-1].logprob:
+        assert position.chosen.token_id in [each.token_id for each in position.top]
+
+
 async def _until_idle(engine: EngineClient) -> None:
     """Until the core has heard of everything that was left."""
     load = await engine.call(GetLoad())
@@ -263,6 +340,10 @@ CHECKS: tuple[Check, ...] = (
     check_the_last_output_and_no_other_is_finished,
     check_the_end_stays_the_end,
     check_outputs_know_their_request,
+    check_each_token_has_its_log_probabilities,
+    check_the_prompts_log_probabilities_come_first_and_whole,
+    check_a_prompt_can_be_scored_without_an_answer,
+    check_cached_tokens_are_counted_in_every_output,
     check_wrong_parameters_are_refused_on_entering,
     check_leaving_ends_the_request,
     check_an_exception_leaves_the_block_as_itself,

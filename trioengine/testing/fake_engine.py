@@ -14,7 +14,7 @@ import trio
 from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import Call, CoreLoad, GetLoad, ModelFacts
-from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
+from trioengine.types.output import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
 from trioengine.types.params import RequestOutputKind
 from trioengine.types.request import GenerateRequest, TokensPrompt
 
@@ -36,6 +36,7 @@ class ScriptedReply:
     """The last delta waits for it."""
     warnings: tuple[str, ...] = ()
     num_prompt_tokens: int = 5
+    num_cached_tokens: int = 0
 
 
 @attrs.define(eq=False)
@@ -100,6 +101,7 @@ class FakeOutputStream:
         self._num_sent = 0
         self._num_reported = 0
         self._text = ""
+        self._is_first = True
         self._is_aborted = False
         self._is_finished = False
         self._left = trio.Event()
@@ -187,7 +189,7 @@ class FakeOutputStream:
         deltas = self._reply.deltas
         if self._reply.error is not None and self._num_sent == len(deltas):
             raise self._reply.error
-        if self._is_aborted or not deltas:
+        if self._is_aborted or not deltas or self.request.sampling.max_tokens == 0:
             self._is_finished = True
             return ""
         text = deltas[self._num_sent]
@@ -197,13 +199,22 @@ class FakeOutputStream:
 
     def _output(self, text: str) -> RequestOutput:
         finish_reason = FinishReason.ABORT if self._is_aborted else self._reply.finish_reason
+        if self.request.sampling.max_tokens == 0:
+            finish_reason = FinishReason.LENGTH
         is_delta = self.request.sampling.output_kind is RequestOutputKind.DELTA
         num_tokens = self._num_sent - (self._num_reported if is_delta else 0)
         self._num_reported = self._num_sent
+        sampling = self.request.sampling
+        is_first, self._is_first = self._is_first, False
+        prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+        if sampling.prompt_logprobs is not None and (is_first or not is_delta):
+            scripted = scripted_logprobs(sampling.prompt_logprobs)
+            prompt_logprobs = (None, *[scripted] * (self.num_prompt_tokens - 1))
         choice = CompletionOutput(
             index=0,
             text=text,
             token_ids=(1,) * num_tokens,
+            logprobs=None if sampling.logprobs is None else (scripted_logprobs(sampling.logprobs),) * num_tokens,
             finish_reason=finish_reason if self._is_finished else None,
             stop_reason=self._reply.stop_reason if self._is_finished else None,
         )
@@ -213,4 +224,12 @@ class FakeOutputStream:
             outputs=(choice,),
             finished=self._is_finished,
             num_generated_tokens=self._num_sent,
+            num_cached_tokens=self._reply.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
+
+
+def scripted_logprobs(num_wanted: int) -> PositionLogprobs:
+    """The log probabilities of each token of a `FakeEngine`, which is always 1."""
+    top = tuple(Logprob(1 + place, -1.0 - place, 1 + place, b"x") for place in range(num_wanted))
+    return PositionLogprobs(Logprob(1, -1.0, 1, b"x"), top)

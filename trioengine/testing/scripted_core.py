@@ -26,13 +26,13 @@ from trioengine.types.messages import (
     EngineCoreRequest,
     Finished,
     GetLoad,
+    LogprobColumns,
     ModelFacts,
     Ready,
     Reply,
     StepOutput,
     Stop,
     ToCore,
-    pack_int32,
     unpack_int32,
 )
 from trioengine.types.output import FinishReason
@@ -66,6 +66,8 @@ class Script:
     """Every token of a step is the one of these that tells when the step ended: the next one each `clock_tick_s`, in a
     circle. A reader who knows them knows how long a token was on its way."""
     clock_tick_s: float = 0.001
+    num_cached_tokens: int = 0
+    """Tokens of each prompt, but never all of it, that are said to have been cached."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> "Script":
@@ -84,6 +86,7 @@ class Script:
             ignores_terminate="ignores_terminate" in options,
             clock_tokens=tuple(map(int, clock_tokens.split(","))) if clock_tokens else (),
             clock_tick_s=float(options.get("clock_tick_s", "0.001")),
+            num_cached_tokens=int(options.get("num_cached_tokens", "0")),
         )
 
 
@@ -91,7 +94,33 @@ class Script:
 class _Sequence:
     prompt: memoryview
     max_tokens: int
+    logprobs: int | None
+    prompt_logprobs: int | None
     num_generated: int = 0
+
+
+class _LogprobColumns:
+    """Grows entry by entry. The token is said to be the likeliest; the likeliest are ids from 0 on, itself left out."""
+
+    def __init__(self) -> None:
+        self._slots, self._counts, self._ranks, self._token_ids = (array("i") for _ in range(4))
+        self._logprobs = array("f")
+
+    def add(self, slot: int, token_id: int, num_wanted: int) -> None:
+        num_wanted = VOCAB_SIZE if num_wanted == -1 else num_wanted
+        others = [other for other in range(num_wanted) if other != token_id]
+        top = [token_id, *others][:num_wanted]
+        self._slots.append(slot)
+        self._counts.append(1 + num_wanted)
+        self._ranks.append(1)
+        self._token_ids.extend([token_id, *top])
+        self._logprobs.extend([-1.0, *(-1.0 - place for place in range(num_wanted))])
+
+    def take(self) -> LogprobColumns | None:
+        if not self._slots:
+            return None
+        columns = (self._slots, self._counts, self._ranks, self._token_ids, self._logprobs)
+        return LogprobColumns(*(column.tobytes() for column in columns))
 
 
 class ScriptedCore:
@@ -130,7 +159,11 @@ class ScriptedCore:
             case EngineCoreRequest():
                 prompt = unpack_int32(message.prompt_token_ids)
                 assert message.slot not in self._sequences, "the front end gave a slot twice"
-                self._sequences[message.slot] = _Sequence(prompt, message.sampling.max_tokens or 1)
+                sampling = message.sampling
+                assert sampling.max_tokens is not None, "the front end sets it"
+                self._sequences[message.slot] = _Sequence(
+                    prompt, sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs
+                )
             case AbortRequests(slots):
                 for slot in slots:
                     if self._sequences.pop(slot, None) is not None:
@@ -155,18 +188,24 @@ class ScriptedCore:
             if now < self._next_step_s:
                 self._sleep(self._next_step_s - now)
             self._next_step_s = max(now, self._next_step_s) + self._script.pace_s
-        tokens = array("i")
+        rows, tokens = array("i"), array("i")
         ended: list[int] = []
-        slots = list(islice(self._sequences, self._script.max_num_seqs))
-        for slot in slots:
+        logprobs, prompt_logprobs, cached_tokens = _LogprobColumns(), _LogprobColumns(), array("i")
+        for slot in islice(self._sequences, self._script.max_num_seqs):
             sequence = self._sequences[slot]
             token = sequence.prompt[sequence.num_generated % len(sequence.prompt)]
             if token == self._script.fatal_token:
                 raise RuntimeError("The script says that this token is the end.")
             while token == self._script.hang_token:
                 self._sleep(1.0)
-            tokens.append(token)
-            sequence.num_generated += 1
+            if sequence.num_generated == 0:
+                self._say_of_prompt(slot, sequence, prompt_logprobs, cached_tokens)
+            if sequence.max_tokens:
+                rows.append(slot)
+                tokens.append(token)
+                sequence.num_generated += 1
+                if sequence.logprobs is not None:
+                    logprobs.add(slot, token, sequence.logprobs)
             if sequence.num_generated == sequence.max_tokens:
                 ended.append(slot)
         if self._script.clock_tokens:
@@ -175,13 +214,29 @@ class ScriptedCore:
             del self._sequences[slot]
             self._finished.append(Finished(slot, FinishReason.LENGTH))
         self._num_steps += 1
-        self._set_output(pack_int32(slots), tokens.tobytes())
+        self._set_output(
+            slots=rows.tobytes(),
+            tokens=tokens.tobytes(),
+            logprobs=logprobs.take(),
+            prompt_logprobs=prompt_logprobs.take(),
+            cached_tokens=cached_tokens.tobytes(),
+        )
+
+    def _say_of_prompt(
+        self, slot: int, sequence: _Sequence, logprobs: _LogprobColumns, cached_tokens: "array[int]"
+    ) -> None:
+        if sequence.prompt_logprobs is not None:
+            for token in sequence.prompt[1:]:
+                logprobs.add(slot, token, sequence.prompt_logprobs)
+        num_cached_tokens = min(self._script.num_cached_tokens, len(sequence.prompt) - 1)
+        if num_cached_tokens:
+            cached_tokens.extend((slot, num_cached_tokens))
 
     def take_output(self, client: int) -> StepOutput | None:
         """The output that waits, if one does."""
         del client
         if self._output is None and self._finished:
-            self._set_output(b"", b"")
+            self._set_output()
         output, self._output = self._output, None
         return output
 
@@ -189,10 +244,25 @@ class ScriptedCore:
         clock_tokens = self._script.clock_tokens
         return clock_tokens[int(self._clock() / self._script.clock_tick_s) % len(clock_tokens)]
 
-    def _set_output(self, slots: bytes, tokens: bytes) -> None:
+    def _set_output(
+        self,
+        slots: bytes = b"",
+        tokens: bytes = b"",
+        logprobs: LogprobColumns | None = None,
+        prompt_logprobs: LogprobColumns | None = None,
+        cached_tokens: bytes = b"",
+    ) -> None:
         finished, self._finished = tuple(self._finished), []
         self._output = StepOutput(
-            self._num_outputs, self._num_steps, self._clock(), slots=slots, tokens=tokens, finished=finished
+            self._num_outputs,
+            self._num_steps,
+            self._clock(),
+            slots=slots,
+            tokens=tokens,
+            finished=finished,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=cached_tokens,
         )
         self._num_outputs += 1
 

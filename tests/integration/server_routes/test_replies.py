@@ -35,7 +35,7 @@ async def streamed(response: Response) -> list[Any]:
 
 async def test_a_chat_is_answered_whole() -> None:
     """With the engine's text and usage, and an id that the engine knows too."""
-    engine = FakeEngine(ScriptedReply(stop_reason="END"))
+    engine = FakeEngine(ScriptedReply(stop_reason="END", num_cached_tokens=3))
     response = await post(engine, "/v1/chat/completions", {**CHAT, "model": "fake-model"})
     reply = await response.get_json()
     assert response.status_code == 200
@@ -45,7 +45,12 @@ async def test_a_chat_is_answered_whole() -> None:
     assert reply["choices"][0]["message"]["content"] == "Hello, world!"
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert reply["choices"][0]["stop_reason"] == "END"
-    assert reply["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert reply["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 4,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
     assert engine.requests[0].request_id == reply["id"]
     assert engine.requests[0].prompt == ChatPrompt([{"role": "user", "content": "Hi"}])
 

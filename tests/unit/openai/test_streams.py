@@ -24,7 +24,7 @@ def output(
     text: str, finish_reason: FinishReason | None = None, stop_reason: int | str | None = None, num_tokens: int = 1
 ) -> RequestOutput:
     choice = CompletionOutput(0, text, (1,) * num_tokens, finish_reason, stop_reason)
-    return RequestOutput("r", (1, 2, 3), (choice,), finish_reason is not None, num_tokens)
+    return RequestOutput("r", (1, 2, 3), (choice,), finish_reason is not None, num_tokens, num_cached_tokens=2)
 
 
 def stream_bytes(events: EventStream, texts: Sequence[str], stop_reason: int | str | None = None) -> bytes:
@@ -78,7 +78,12 @@ def test_usage_comes_in_its_own_chunk_when_asked_for(make_stream: Callable[..., 
     """With no choices, before the end; null in all others."""
     *chunks, last = parse_events(stream_bytes(make_stream(HEAD, include_usage=True), ["a", "b"]))
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert last["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     assert [chunk["usage"] for chunk in chunks] == [None, None]
 
 
