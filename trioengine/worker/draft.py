@@ -10,19 +10,36 @@ What is wrong in them costs accepted drafts, never a token: an answer that nobod
 and blocks that come from the offload store hold other tokens' keys and values. The target checks every draft.
 """
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
-import numpy as np
 from trioengine_kernels.native.sampler import SampledStatus
 
-from trioengine.worker.backend import Backend, StepBatch
+from trioengine.core.executor import KVCacheGroup
+from trioengine.errors import ConfigError
+from trioengine.worker.backend import Backend
+from trioengine.worker.packing import pack_step
 from trioengine.worker.sampling_table import LogitRows, SamplingTable
 from trioengine.worker.sequences import SequenceState
 
 CATCH_UP_TOKENS = 16
 """Where no drafts are wanted, tokens are computed so many at a time, which costs little more than a single one."""
+
+
+def draft_block_group(groups: Sequence[KVCacheGroup]) -> int:
+    """Which of the target's groups a draft model shares the blocks of.
+
+    Raises:
+        ConfigError: all have windows, so that a sequence's blocks go to others before it ends.
+    """
+    for number, group in enumerate(groups):
+        if group.window is None:
+            return number
+    raise ConfigError(
+        "A draft model needs a model with layers that see all tokens, as it keeps its own in the same blocks; all"
+        " layers of this one have windows.",
+        option="speculative_config",
+    )
 
 
 @attrs.frozen(eq=False)
@@ -62,21 +79,32 @@ class _Part:
     end: int
     is_sampled: bool
 
+    @property
+    def state(self) -> SequenceState:
+        """Of the sequence."""
+        return self.sequence.state
+
 
 class DraftModel:
     """A backend beside the target's."""
 
-    def __init__(self, backend: Backend, *, block_size: int, max_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, backend: Backend, groups: Sequence[KVCacheGroup], *, max_tokens: int, max_model_len: int
+    ) -> None:
         """Begin with an empty cache.
 
         Args:
-            backend: with as many blocks as the target's has in its first group.
-            block_size: tokens of a block.
+            backend: each of its groups has as many blocks as the target's first one without a window.
+            groups: the target's.
             max_tokens: that the backend computes at once. At least as many as a step has sequences.
             max_model_len: no drafts for sequences that would get longer.
+
+        Raises:
+            ConfigError: as `draft_block_group`.
         """
         self._backend = backend
-        self._block_size = block_size
+        self._num_blocks = [group.num_blocks for group in groups]
+        self._block_groups = [draft_block_group(groups)] * len(backend.kv_cache_groups)
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
         self._progress: dict[int, _Progress] = {}
@@ -156,8 +184,20 @@ class DraftModel:
         self, parts: Sequence[_Part], table: SamplingTable, drafts: dict[int, list[int]]
     ) -> list[ComputedSequence]:
         """Compute tokens, and add to `drafts` what comes after them; the sequences for which that worked."""
-        rows, batch = self._pack(parts)
-        self._backend.compute(batch)
+        rows, num_tokens = LogitRows(), 0
+        for part in parts:
+            num_tokens += part.end - part.first
+            if part.is_sampled:
+                rows.add(part.state, num_tokens - 1, part.end)
+        self._backend.compute(
+            pack_step(
+                parts,
+                rows.inputs,
+                block_size=self._backend.block_size,
+                num_blocks=self._num_blocks,
+                block_groups=self._block_groups,
+            )
+        )
         if not rows.states:
             return []
         result = self._backend.sample(attrs.evolve(table.arrays(rows), num_logprobs=None))
@@ -168,32 +208,3 @@ class DraftModel:
                 drafts.setdefault(each.index, []).append(token_id)
                 drafted.append(each)
         return drafted
-
-    def _pack(self, parts: Sequence[_Part]) -> tuple[LogitRows, StepBatch]:
-        block_size = np.int32(self._block_size)
-        firsts = np.array([part.first for part in parts], np.int32)
-        ends = np.array([part.end for part in parts], np.int32)
-        query_start = np.zeros(len(parts) + 1, np.int32)
-        (ends - firsts).cumsum(out=query_start[1:])
-        owners = np.arange(len(parts), dtype=np.int32).repeat(ends - firsts)
-        positions = np.arange(query_start[-1], dtype=np.int32) + (firsts - query_start[:-1])[owners]
-        rows, token_ids = LogitRows(), array("i")
-        block_table = np.zeros((len(parts), int(ends.max() - 1) // self._block_size + 1), np.int32)
-        for i, part in enumerate(parts):
-            state = part.sequence.state
-            token_ids += state.token_ids[part.first : part.end]
-            if part.is_sampled:
-                rows.add(state, len(token_ids) - 1, part.end)
-            block_ids = state.block_ids[: block_table.shape[1]]
-            block_table[i, : len(block_ids)] = block_ids
-        slots = block_table[owners, positions // block_size] * block_size + positions % block_size
-        batch = StepBatch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=positions,
-            slots=slots,
-            query_start=query_start,
-            seq_lens=ends,
-            block_table=block_table,
-            logit_rows=np.array(rows.inputs, np.int32),
-        )
-        return rows, batch

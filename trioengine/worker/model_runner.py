@@ -6,7 +6,6 @@ what a model is.
 """
 
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -28,6 +27,7 @@ from trioengine.core.executor import (
 from trioengine.worker.backend import Backend, StepBatch
 from trioengine.worker.draft import ComputedSequence, DraftModel
 from trioengine.worker.logits_processors import LogitsProcessorError, LogitsProcessors, process_logits
+from trioengine.worker.packing import pack_step
 from trioengine.worker.sampling_table import LogitRows, SamplingTable
 from trioengine.worker.sequences import SequenceState, sequence_state
 
@@ -72,10 +72,9 @@ class ModelRunner:
     ) -> None:
         self._backend = backend
         self._block_size = backend.block_size
-        self._num_groups = len(backend.kv_cache_groups)
-        self._num_blocks = np.array([group.num_blocks for group in backend.kv_cache_groups])
+        self._num_blocks = [group.num_blocks for group in backend.kv_cache_groups]
         # Slots are 32-bit numbers.
-        assert self._num_blocks.max() * self._block_size < 2**31
+        assert max(self._num_blocks) * self._block_size < 2**31
         self._sequences: dict[int, SequenceState] = {}
         self._table = SamplingTable(backend.vocab_size, logprobs_mode)
         self._logits_processors = logits_processors or LogitsProcessors({})
@@ -142,39 +141,23 @@ class ModelRunner:
                 num_drafts, num_known = len(work.draft_token_ids), len(state.token_ids)
                 assert first < end <= num_known
                 assert not num_drafts or end == num_known
-                assert end <= len(state.block_ids) // self._num_groups * self._block_size
+                assert end <= len(state.block_ids) // len(self._num_blocks) * self._block_size
                 is_sampled = end == num_known and state.sampling.max_tokens != 0
                 rows.append(_Row(index, state, first, end, num_drafts, is_sampled))
         return rows
 
     def _pack(self, rows: Sequence[_Row], wanted: LogitRows, masks: TokenMasks | None) -> StepBatch:
         """The tokens of these sequences, one after another. Fills `wanted`."""
-        counts = np.array([row.end - row.first for row in rows], np.int32)
-        query_start = np.zeros(len(rows) + 1, np.int32)
-        counts.cumsum(out=query_start[1:])
-        firsts = np.array([row.first for row in rows], np.int32)
-        owners = np.arange(len(rows), dtype=np.int32).repeat(counts)
-        positions = np.arange(query_start[-1], dtype=np.int32) + (firsts - query_start[:-1])[owners]
-        token_ids = array("i")
-        max_blocks = max(len(row.state.block_ids) for row in rows) // self._num_groups
-        block_table = np.zeros((self._num_groups, len(rows), max_blocks), np.int32)
-        for i, row in enumerate(rows):
-            _want(row, wanted, len(token_ids), -1 if masks is None else masks.first_rows.get(row.index, -1))
-            token_ids += row.state.token_ids[row.first : row.end]
-            block_ids = row.state.block_ids.reshape(-1, self._num_groups).T
-            block_table[:, i, : block_ids.shape[1]] = block_ids
-        blocks = block_table[:, owners, positions // self._block_size]
-        # A wrong block id would overwrite another sequence's memory.
-        assert blocks.min() >= 0
-        assert (block_table.max(axis=(1, 2)) < self._num_blocks).all()
-        return StepBatch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=positions,
-            slots=np.ascontiguousarray(blocks * np.int32(self._block_size) + positions % np.int32(self._block_size)),
-            query_start=query_start,
-            seq_lens=firsts + counts,
-            block_table=block_table,
-            logit_rows=np.array(wanted.inputs, np.int32),
+        num_tokens = 0
+        for row in rows:
+            _want(row, wanted, num_tokens, -1 if masks is None else masks.first_rows.get(row.index, -1))
+            num_tokens += row.end - row.first
+        return pack_step(
+            rows,
+            wanted.inputs,
+            block_size=self._block_size,
+            num_blocks=self._num_blocks,
+            block_groups=range(len(self._num_blocks)),
         )
 
     def _sample(self, wanted: LogitRows, masks: TokenMasks | None) -> "_Sampled":
