@@ -44,13 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--base-url", required=True, metavar="URL", help="like http://127.0.0.1:8000")
     _add_counts(serve, concurrency="requests at once")
     serve.add_argument(
-        "--prefix-len", type=positive_int, default=0, metavar="N", help="tokens before each prompt that all have in common"
+        "--prefix-len",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="tokens before each prompt that all have in common",
     )
     serve.add_argument("--warm-prefix", action="store_true", help="send them once before the load")
     offline = benchmarks.add_parser("offline", help="a batch without a server")
     for load in (serve, offline):
         _add_counts(load, num_prompts="requests", input_len="tokens of each prompt", output_len="tokens of each answer")
         load.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts. Default: 0")
+    offline.add_argument(
+        "--repeats",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="each prompt says so many times the same, which models then go on with: a load for speculation. Default: 1",
+    )
     add_engine_options(offline)
     kernels = benchmarks.add_parser("kernels", help="the native CPU kernels, operation by operation")
     kernels.add_argument(
@@ -98,7 +109,9 @@ def _benchmark(arguments: argparse.Namespace) -> Benchmark:
         case _:
             from trioengine.cli.bench.offline import OfflineBench
 
-            return OfflineBench(engine=engine_config_from(arguments), **_load_values(arguments))
+            return OfflineBench(
+                engine=engine_config_from(arguments), num_repeats=arguments.repeats, **_load_values(arguments)
+            )
 
 
 def _load_values(arguments: argparse.Namespace) -> dict[str, int]:

@@ -17,12 +17,16 @@ from trioengine.types.request import GenerateRequest
 
 @attrs.frozen(kw_only=True)
 class OfflineBench:
-    """A batch: so many requests with distinct random prompts, all at once."""
+    """A batch: so many requests with distinct random prompts, all at once.
+
+    With `num_repeats` each prompt is the same tokens again and again, `num_input_tokens` in all.
+    """
 
     engine: EngineConfig
     num_prompts: int
     num_input_tokens: int
     num_output_tokens: int
+    num_repeats: int = 1
     seed: int = 0
 
     async def run(self) -> BenchReport:
@@ -54,7 +58,8 @@ class OfflineBench:
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
         )
-        return GenerateRequest(rng.choices(ordinary, k=num_input_tokens), sampling)
+        part = rng.choices(ordinary, k=-(-num_input_tokens // self.num_repeats))
+        return GenerateRequest((part * self.num_repeats)[:num_input_tokens], sampling)
 
 
 async def _generate(engine: EngineClient, request: GenerateRequest, times: StreamTimes) -> None:
