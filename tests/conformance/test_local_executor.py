@@ -38,8 +38,8 @@ def test_torch(check: Check, block_size: int) -> None:
     """The promises that every executor makes."""
 
     def make() -> LocalExecutor:
-        backend = TorchBackend(MODEL, num_blocks=NUM_BLOCKS, block_size=block_size)
-        return LocalExecutor(backend, num_blocks=NUM_BLOCKS, block_size=block_size)
+        backend = TorchBackend(MODEL, reload=lambda: MODEL, num_blocks=[NUM_BLOCKS], block_size=block_size)
+        return LocalExecutor(backend)
 
     assert check(Subject(make=make, block_size=block_size, vocab_size=MODEL.config.vocab_size)) is None
 
@@ -55,11 +55,12 @@ def test_native(check: Check, block_size: int, num_threads: int, native_model: N
             native_model,
             library,
             ThreadPool(library, num_threads),
-            num_blocks=NUM_BLOCKS,
+            reload=lambda: native_model,
+            num_blocks=[NUM_BLOCKS],
             block_size=block_size,
             max_tokens=256,
             max_logit_rows=32,
         )
-        return LocalExecutor(backend, num_blocks=NUM_BLOCKS, block_size=block_size)
+        return LocalExecutor(backend)
 
     assert check(Subject(make=make, block_size=block_size, vocab_size=MODEL.config.vocab_size)) is None

@@ -5,7 +5,15 @@ environment.
 """
 
 from trioengine.config.engine import EngineConfig
-from trioengine.config.resolve import HardwareFacts, ModelShape, ResolvedConfig, resolve
+from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, ResolvedConfig, resolve
 from trioengine.config.server import ServerConfig
 
-__all__ = ["EngineConfig", "HardwareFacts", "ModelShape", "ResolvedConfig", "ServerConfig", "resolve"]
+__all__ = [
+    "EngineConfig",
+    "HardwareFacts",
+    "KVGroupShape",
+    "ModelShape",
+    "ResolvedConfig",
+    "ServerConfig",
+    "resolve",
+]

@@ -3,7 +3,8 @@
 A pure function: it reads no file, no environment and no clock. `config.env.hardware_facts` looks at the machine.
 """
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -20,13 +21,23 @@ KV_CACHE_SHARE_OF_RAM = 0.25
 
 
 @attrs.frozen
+class KVGroupShape:
+    """Layers that keep the keys and values of the same tokens."""
+
+    bytes_per_token: int
+    """Keys and values of one token in these layers."""
+    window: int | None = None
+    """They see no further back than so many tokens."""
+
+
+@attrs.frozen
 class ModelShape:
     """Sizes of a model, known from its file before its weights are read."""
 
     num_parameters: int
     max_position_embeddings: int
-    kv_bytes_per_token: int
-    """Keys and values of one token in all layers."""
+    kv_groups: Sequence[KVGroupShape]
+    """At least one."""
     vocab_size: int
 
 
@@ -50,7 +61,10 @@ class ResolvedConfig:
     max_num_logit_rows: int
     """Of one step: a row for each sequence, draft, and token of a prompt whose log probabilities are asked for."""
     block_size: int
-    num_kv_blocks: int
+    num_kv_blocks: Sequence[int]
+    """For each of `ModelShape.kv_groups`."""
+    num_offload_blocks: int
+    """Of each group, for evicted blocks."""
     cpu_threads: int
     reasons: Mapping[str, str]
     """For each derived number its value and why: `{"cpu_threads": "2: one for each processor"}`."""
@@ -70,7 +84,8 @@ def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) ->
     max_model_len = _max_model_len(config, model, reasons)
     max_num_batched_tokens = _max_num_batched_tokens(config, model, hardware, cpu_threads, reasons)
     max_num_seqs = _max_num_seqs(config, max_num_batched_tokens, reasons)
-    num_kv_blocks = _num_kv_blocks(config, model, hardware, max_model_len, max_num_seqs, reasons)
+    blocks_per_sequence = _blocks_per_sequence(config, model, max_model_len, max_num_batched_tokens)
+    num_kv_blocks = _num_kv_blocks(config, model, hardware, blocks_per_sequence, max_num_seqs, reasons)
     return ResolvedConfig(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -78,6 +93,7 @@ def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) ->
         max_num_logit_rows=min(max(max_num_seqs, MIN_NUM_LOGIT_ROWS), max_num_batched_tokens),
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
+        num_offload_blocks=_num_offload_blocks(config, model, hardware, reasons),
         cpu_threads=cpu_threads,
         async_scheduling=_async_scheduling(config, reasons),
         reasons=reasons,
@@ -144,16 +160,35 @@ def _async_scheduling(config: EngineConfig, reasons: dict[str, str]) -> bool:
     return False
 
 
+def _blocks_per_sequence(
+    config: EngineConfig, model: ModelShape, max_model_len: int, max_num_batched_tokens: int
+) -> Sequence[int]:
+    """The most that one sequence needs of each group. Blocks behind the window are free before a step takes others."""
+    num_blocks: list[int] = []
+    for group in model.kv_groups:
+        num_tokens = max_model_len
+        if group.window is not None:
+            # What is seen and computed in a step may begin and end in the middle of blocks.
+            num_tokens = min(num_tokens, group.window + max_num_batched_tokens + config.block_size)
+        num_blocks.append(-(-num_tokens // config.block_size))
+    return num_blocks
+
+
 def _num_kv_blocks(
     config: EngineConfig,
     model: ModelShape,
     hardware: HardwareFacts,
-    max_model_len: int,
+    blocks_per_sequence: Sequence[int],
     max_num_seqs: int,
     reasons: dict[str, str],
-) -> int:
-    block_bytes = config.block_size * model.kv_bytes_per_token
-    blocks_per_sequence = -(-max_model_len // config.block_size)
+) -> Sequence[int]:
+    """Each group has room for one sequence of the maximum length; what is left gives all groups equally many blocks.
+
+    So shorter sequences do not find one group full while the others are empty.
+    """
+    block_bytes = [config.block_size * group.bytes_per_token for group in model.kv_groups]
+    least_bytes = sum(map(operator.mul, blocks_per_sequence, block_bytes))
+    needed = [max_num_seqs * number for number in blocks_per_sequence]
     if config.kv_cache_memory_bytes is not None:
         if config.kv_cache_memory_bytes > hardware.ram_bytes:
             raise ConfigError(
@@ -161,27 +196,70 @@ def _num_kv_blocks(
                 f" {hardware.ram_bytes} bytes.",
                 option="kv_cache_memory_bytes",
             )
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
-        origin = "kv_cache_memory_bytes as set"
+        num_bytes, origin = config.kv_cache_memory_bytes, "kv_cache_memory_bytes as set"
     else:
-        affordable = int(hardware.ram_bytes * KV_CACHE_SHARE_OF_RAM) // block_bytes
-        needed = max_num_seqs * blocks_per_sequence
-        num_blocks = min(affordable, needed)
+        needed_bytes = sum(map(operator.mul, needed, block_bytes))
+        num_bytes = min(int(hardware.ram_bytes * KV_CACHE_SHARE_OF_RAM), needed_bytes)
         origin = (
-            f"what {max_num_seqs} sequences of {max_model_len} tokens need"
-            if needed <= affordable
+            f"what {max_num_seqs} sequences of the maximum length need"
+            if num_bytes == needed_bytes
             else f"a quarter of {_mebibytes(hardware.ram_bytes)} memory"
         )
-    if num_blocks < blocks_per_sequence:
+    if num_bytes < least_bytes:
         raise ConfigError(
-            f"The KV cache has room for {num_blocks * config.block_size} tokens ({origin}), but one sequence of"
-            f" max_model_len {max_model_len} tokens needs {blocks_per_sequence * block_bytes} bytes. Set"
-            " kv_cache_memory_bytes to at least that, or lower max_model_len.",
+            f"The KV cache has room for {num_bytes // sum(block_bytes) * config.block_size} tokens ({origin}), but one"
+            f" sequence of the maximum length needs {least_bytes} bytes. Set kv_cache_memory_bytes to at least that, or"
+            " lower max_model_len.",
             option="kv_cache_memory_bytes",
         )
-    reasons["num_kv_blocks"] = (
-        f"{num_blocks}: {_mebibytes(num_blocks * block_bytes)} in blocks of {block_bytes} bytes; {origin}"
-    )
+    # More than all sequences need only keeps prefixes, for which a window's blocks are no use without all others.
+    most = [number if number < max(needed) else num_bytes for number in needed]
+    spare = [most - own for most, own in zip(most, blocks_per_sequence, strict=True)]
+    divided = _divided(num_bytes - least_bytes, block_bytes, spare)
+    num_blocks = tuple(map(operator.add, blocks_per_sequence, divided))
+    sizes = [
+        f"{_mebibytes(number * size)} in blocks of {size} bytes"
+        for number, size in zip(num_blocks, block_bytes, strict=True)
+    ]
+    reasons["num_kv_blocks"] = f"{', '.join(map(str, num_blocks))}: {', '.join(sizes)}; {origin}"
+    return num_blocks
+
+
+def _divided(num_bytes: int, block_bytes: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+    """Equally many blocks for all groups, but for those that want fewer."""
+    num_blocks = [0] * len(most)
+    groups = sorted(range(len(most)), key=lambda group: most[group], reverse=True)
+    while groups:
+        equal = num_bytes // sum(block_bytes[group] for group in groups)
+        if equal <= most[groups[-1]]:
+            for group in groups:
+                num_blocks[group] = equal
+            break
+        group = groups.pop()
+        num_blocks[group] = most[group]
+        num_bytes -= most[group] * block_bytes[group]
+    return num_blocks
+
+
+def _num_offload_blocks(
+    config: EngineConfig, model: ModelShape, hardware: HardwareFacts, reasons: dict[str, str]
+) -> int:
+    num_bytes = config.kv_offload_bytes
+    if num_bytes is None:
+        return 0
+    if config.kv_offload_path is None and num_bytes > hardware.ram_bytes:
+        raise ConfigError(
+            f"kv_offload_bytes is {num_bytes}, more than this machine's memory of {hardware.ram_bytes} bytes. Set"
+            " kv_offload_path to keep blocks in a folder.",
+            option="kv_offload_bytes",
+        )
+    block_bytes = config.block_size * sum(group.bytes_per_token for group in model.kv_groups)
+    num_blocks = num_bytes // block_bytes
+    if num_blocks == 0:
+        raise ConfigError(
+            f"kv_offload_bytes is {num_bytes}, but one block takes {block_bytes}.", option="kv_offload_bytes"
+        )
+    reasons["num_offload_blocks"] = f"{num_blocks}: kv_offload_bytes as set, in blocks of {block_bytes} bytes"
     return num_blocks
 
 

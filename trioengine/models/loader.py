@@ -4,6 +4,7 @@ This module knows how the two formats name and arrange tensors; it does not know
 in which form a backend wants the weights (`WeightMaker`), or what the decoder does with them.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -74,13 +75,49 @@ class LoadedModel(Generic[MatrixT, VectorT]):
     decoder: Decoder[MatrixT, VectorT]
 
 
+@attrs.frozen
+class FileVersion:
+    """What tells a file from another one in its place."""
+
+    name: str
+    num_bytes: int
+    modified_ns: int
+
+
+@attrs.frozen
+class CheckpointVersion:
+    """A checkpoint that was opened, to open the same again; none of its files is kept open."""
+
+    location: ModelLocation
+    files: Sequence[FileVersion]
+
+    def open(self) -> "Checkpoint":
+        """Open the checkpoint again.
+
+        Raises:
+            CheckpointError: the files are gone, or not what they were.
+        """
+        if _file_versions(self.location) != self.files:
+            raise CheckpointError(
+                f"{self.location.path} is gone or not what it was when the model was loaded. Restore it, or restart the"
+                " engine to load what is there now.",
+                path=str(self.location.path),
+            )
+        return open_checkpoint(self.location)
+
+
 @attrs.frozen(eq=False)
 class Checkpoint:
     """The files of a model, open: its facts are read, its weights are not."""
 
-    location: ModelLocation
+    version: CheckpointVersion
     config: ModelConfig
     source: "_Source"
+
+    @property
+    def location(self) -> ModelLocation:
+        """Where it is."""
+        return self.version.location
 
 
 def open_checkpoint(location: ModelLocation) -> Checkpoint:
@@ -89,12 +126,29 @@ def open_checkpoint(location: ModelLocation) -> Checkpoint:
     Raises:
         CheckpointError: the files are damaged, or the model is not one that this engine runs.
     """
+    # First: a file that changes while it is read is one that has changed.
+    version = CheckpointVersion(location, _file_versions(location))
     match location.kind:
         case ModelKind.GGUF:
             file = open_gguf(location.path)
-            return Checkpoint(location, config_from_gguf(file), _gguf_source(file))
+            return Checkpoint(version, config_from_gguf(file), _gguf_source(file))
         case ModelKind.FOLDER:
-            return Checkpoint(location, config_from_folder(location.path), _folder_source(location.path))
+            return Checkpoint(version, config_from_folder(location.path), _folder_source(location.path))
+
+
+def _file_versions(location: ModelLocation) -> Sequence[FileVersion]:
+    """Of the files that weights and their sizes are read from; those that cannot be looked at are left out."""
+    match location.kind:
+        case ModelKind.GGUF:
+            paths = [location.path]
+        case ModelKind.FOLDER:
+            paths = [*sorted(location.path.glob("*.safetensors*")), location.path / "config.json"]
+    versions: list[FileVersion] = []
+    for path in paths:
+        with contextlib.suppress(OSError):  # Whoever opens it says what is wrong.
+            stat = path.stat()
+            versions.append(FileVersion(path.name, stat.st_size, stat.st_mtime_ns))
+    return versions
 
 
 def load_model(

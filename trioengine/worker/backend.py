@@ -8,29 +8,79 @@ import numpy as np
 from numpy.typing import NDArray
 from trioengine_kernels.native.sampler import SampledTokens, SamplingArrays
 
+from trioengine.core.executor import KVCacheGroup
+from trioengine.models.config import ModelConfig
+
 
 @attrs.frozen(eq=False)
 class StepBatch:
-    """The packed tokens of one step, int32, C-contiguous. Every block id is one of the cache."""
+    """The packed tokens of one step, int32, C-contiguous."""
 
     token_ids: NDArray[np.int32]
     """[num_tokens]."""
     positions: NDArray[np.int32]
     """[num_tokens]: each token's place in its sequence."""
     slots: NDArray[np.int32]
-    """[num_tokens]: `block_id * block_size + offset`, where the token's key and value are stored."""
+    """[num_kv_groups, num_tokens]: `block_id * block_size + offset`, where the token's key and value are stored."""
     query_start: NDArray[np.int32]
     """[num_seqs + 1]: the tokens of sequence i are `query_start[i]` to `query_start[i + 1] - 1`, its last ones."""
     seq_lens: NDArray[np.int32]
     """[num_seqs]: tokens of each sequence, those of this step included."""
     block_table: NDArray[np.int32]
-    """[num_seqs, max_blocks]: entries behind a sequence's last block are 0."""
+    """[num_kv_groups, num_seqs, max_blocks]: entries behind a sequence's last block are 0. Those that all its tokens of
+    this step have left behind the group's window are -1, or blocks of others."""
     logit_rows: NDArray[np.int32]
     """[num_logit_rows]: the tokens whose successors are wanted."""
 
 
-class Backend(Protocol):
+class Memory(Protocol):
+    """What takes most of an executor's memory, in two parts, which are there at first.
+
+    Dropping what was dropped, or loading what is there, does nothing.
+    """
+
+    def drop_weights(self) -> None:
+        """Give the memory of the weights back."""
+        ...
+
+    def load_weights(self) -> None:
+        """Read them again. When this raises, nothing has changed.
+
+        Raises:
+            CheckpointError: the files are gone, or not what they were.
+            MemoryError: there is no memory for them.
+        """
+        ...
+
+    def drop_kv_cache(self) -> None:
+        """Give the memory of the KV cache back."""
+        ...
+
+    def make_kv_cache(self) -> None:
+        """Make an empty one. When this raises, nothing has changed.
+
+        Raises:
+            MemoryError: there is no memory for it.
+        """
+        ...
+
+
+class Backend(Memory, Protocol):
     """A model with its KV cache."""
+
+    @property
+    def kv_cache_groups(self) -> Sequence[KVCacheGroup]:
+        """As `Executor.kv_cache_groups`."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    def kv_block(self, group: int, block_id: int) -> NDArray[np.generic]:
+        """A writable view of what a block holds: of any shape, the same for all blocks of a group."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -52,3 +102,8 @@ class Backend(Protocol):
             arrays: an entry for each of the step's `logit_rows`, at least one.
         """
         ...
+
+
+def kv_cache_groups(model: ModelConfig, num_blocks: Sequence[int]) -> Sequence[KVCacheGroup]:
+    """The KV groups of a model with so many blocks each."""
+    return [KVCacheGroup(number, group.window) for number, group in zip(num_blocks, model.kv_groups, strict=True)]

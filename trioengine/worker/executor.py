@@ -6,12 +6,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import attrs
+import numpy as np
 
 from trioengine.config.engine import LogprobsMode
-from trioengine.core.executor import KVCacheGroup, ScheduledSequence, StepPlan, StepResult
+from trioengine.core.executor import BlockCopy, KVCacheGroup, ScheduledSequence, StepPlan, StepResult
+from trioengine.errors import UnavailableError
 from trioengine.types.params import SamplingParams
-from trioengine.worker.backend import Backend
+from trioengine.worker.backend import Backend, Memory
+from trioengine.worker.kv_offload import OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
+from trioengine.worker.memory import return_freed_memory
 from trioengine.worker.model_runner import ModelRunner
 
 
@@ -26,49 +30,53 @@ class LocalExecutor:
         self,
         backend: Backend,
         *,
-        num_blocks: int,
-        block_size: int,
+        offload_store: OffloadStore | None = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         logits_processors: LogitsProcessors | None = None,
         is_asynchronous: bool = False,
     ) -> None:
-        self._num_blocks = num_blocks
+        self.kv_cache_groups: Sequence[KVCacheGroup] = backend.kv_cache_groups
+        self.num_offload_blocks = 0 if offload_store is None else offload_store.num_slots
+        self._backend: Backend | None = backend
+        self._memories: Sequence[Memory] = (backend,)
+        self._offload_store = offload_store
         self._logits_processors = logits_processors or LogitsProcessors({})
         self._runner: ModelRunner | None = ModelRunner(
-            backend,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            logprobs_mode=logprobs_mode,
-            logits_processors=self._logits_processors,
+            backend, logprobs_mode=logprobs_mode, logits_processors=self._logits_processors
         )
-        self._thread = _StepThread(self._runner.run) if is_asynchronous else None
+        self._thread = _StepThread(self._run) if is_asynchronous else None
         self._results: deque[StepResult] = deque()
-
-    @property
-    def kv_cache_groups(self) -> Sequence[KVCacheGroup]:
-        """One: all layers."""
-        return (KVCacheGroup(self._num_blocks),)
-
-    @property
-    def num_offload_blocks(self) -> int:
-        """None."""
-        return 0
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """As `Executor.check_sampling`."""
         self._logits_processors.check(sampling)
 
     def sleep(self, level: int) -> None:
-        """As `Executor.sleep`."""
+        """As `Executor.sleep`. The offload store is empty afterwards, too."""
+        for memory in self._memories:
+            memory.drop_kv_cache()
+            if level > 1:
+                memory.drop_weights()
+        if self._offload_store is not None:
+            self._offload_store.clear()
+        return_freed_memory()
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """As `Executor.wake_up`."""
+        """As `Executor.wake_up`. What woke before an error stays awake."""
+        try:
+            for memory in self._memories:
+                if "weights" in tags:
+                    memory.load_weights()
+                if "kv_cache" in tags:
+                    memory.make_kv_cache()
+        except MemoryError as error:
+            raise UnavailableError("There is not enough memory to wake up.") from error
 
     def submit(self, plan: StepPlan) -> None:
         """Compute a step, or have it computed."""
         assert self._runner is not None, "closed"
         if self._thread is None:
-            self._results.append(self._runner.run(plan))
+            self._results.append(self._run(plan))
         else:
             # The core changes its `ScheduledSequence`s for the next plan; the rest it leaves alone.
             self._thread.submit(attrs.evolve(plan, scheduled=[_copy(each) for each in plan.scheduled]))
@@ -82,8 +90,38 @@ class LocalExecutor:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
-        self._runner = None
+        if self._offload_store is not None:
+            self._offload_store.close()
+            self._offload_store = None
+        self._backend = self._runner = None
+        self._memories = ()
         self._results.clear()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        assert self._runner is not None
+        failed_loads = self._copy_blocks(plan) if plan.saves or plan.loads else ()
+        result = self._runner.run(plan)
+        return attrs.evolve(result, failed_loads=failed_loads) if failed_loads else result
+
+    def _copy_blocks(self, plan: StepPlan) -> Sequence[BlockCopy]:
+        """Save and load what a plan says; the loads that failed."""
+        backend, store = self._backend, self._offload_store
+        assert backend is not None
+        assert store is not None
+        for copy in plan.saves:
+            block = np.ascontiguousarray(backend.kv_block(copy.group, copy.block_id))
+            store.write(copy.group, copy.offload_slot, block.reshape(-1).view(np.uint8))
+        failed: list[BlockCopy] = []
+        for copy in plan.loads:
+            block = backend.kv_block(copy.group, copy.block_id)
+            data = store.read(copy.group, copy.offload_slot)
+            if data is None:
+                # What an owner before left there is nobody's to read, and may be no numbers.
+                block[...] = 0
+                failed.append(copy)
+            else:
+                block[...] = data.view(block.dtype).reshape(block.shape)
+        return failed
 
 
 class _StepThread:

@@ -6,21 +6,23 @@ It does not know which block belongs to whom.
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from trioengine.models.config import ModelConfig
 from trioengine.models.torch_ops import LayerKVCache
 
 
-def allocate_kv_cache(config: ModelConfig, num_blocks: int, block_size: int) -> list[LayerKVCache]:
-    """Make an empty cache, one entry per layer, all zeros.
+class TorchKVCache:
+    """Keys and values of a KV group's layers, float32, zeros at first.
 
     Raises:
         MemoryError: so much address space is not to be had.
     """
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
 
-    def zeros() -> torch.Tensor:
+    def __init__(self, *, num_blocks: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
         # Unlike torch.zeros, numpy's asks the system for zeroed pages: blocks that are never used take no memory.
-        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+        self.data = np.zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), np.float32)
+        self.layers = [LayerKVCache(torch.from_numpy(keys), torch.from_numpy(values)) for keys, values in self.data]
 
-    return [LayerKVCache(zeros(), zeros()) for _ in range(config.num_layers)]
+    def block(self, block_id: int) -> NDArray[np.float32]:
+        """A view of a block in all layers: [num_layers, 2, block_size, num_kv_heads, head_dim]."""
+        return self.data[:, :, block_id]

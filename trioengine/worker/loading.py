@@ -5,6 +5,7 @@ Torch is imported only where it computes.
 
 import importlib.util
 import logging
+from pathlib import Path
 
 import attrs
 from trioengine_kernels.native.library import Library, NativeUnavailableError, load_library
@@ -13,11 +14,13 @@ from trioengine_kernels.native.program import KVCache
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig, LogprobsMode, Quantization
-from trioengine.config.resolve import HardwareFacts, ModelShape, ResolvedConfig
+from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, ResolvedConfig
 from trioengine.errors import ConfigError, EngineStartError
 from trioengine.models.config import ModelConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
+from trioengine.worker.backend import Backend
 from trioengine.worker.executor import LocalExecutor
+from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
 
 logger = logging.getLogger(__name__)
@@ -36,15 +39,15 @@ class Computer:
     def shape(self, model: ModelConfig) -> ModelShape:
         """The sizes that `config.resolve` wants to know of a model."""
         if self.library is None:
-            kv_bytes_per_token = model.num_kv_values_per_token * TORCH_KV_VALUE_BYTES
+            layer_bytes = 2 * model.num_kv_heads * model.head_dim * TORCH_KV_VALUE_BYTES
         else:
-            kv_bytes_per_token = KVCache.bytes_per_token(
-                num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
+            layer_bytes = KVCache.bytes_per_token(
+                num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
             )
         return ModelShape(
             num_parameters=model.num_parameters,
             max_position_embeddings=model.max_position_embeddings,
-            kv_bytes_per_token=kv_bytes_per_token,
+            kv_groups=[KVGroupShape(len(group.layers) * layer_bytes, group.window) for group in model.kv_groups],
             vocab_size=model.vocab_size,
         )
 
@@ -97,6 +100,7 @@ def load_executor(
     computer: Computer,
     *,
     quantization: Quantization | None = None,
+    kv_offload_path: str | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     report: ReportFraction | None = None,
 ) -> LocalExecutor:
@@ -109,11 +113,13 @@ def load_executor(
         config: all but `max_model_len` are used.
         computer: what computes.
         quantization: of the weights, as `EngineConfig.quantization`.
+        kv_offload_path: as `EngineConfig.kv_offload_path`.
         logprobs_mode: as `EngineConfig.logprobs_mode`.
         report: called with the share of the weights that is loaded.
 
     Raises:
         CheckpointError: as `load_model` says.
+        ConfigError: files cannot be written in `kv_offload_path`.
         EngineStartError: there is no memory for the weights or the KV cache.
     """
     try:
@@ -125,15 +131,24 @@ def load_executor(
             from trioengine.worker.native_backend import load_native_backend
 
             backend = load_native_backend(checkpoint, config, computer.library, quantization, report)
+        offload_store = _offload_store(backend, config.num_offload_blocks, kv_offload_path)
     except MemoryError as error:
         raise EngineStartError(
             f"There is not enough memory for {checkpoint.location.path} and its KV cache."
         ) from error
     return LocalExecutor(
         backend,
-        num_blocks=config.num_kv_blocks,
-        block_size=config.block_size,
+        offload_store=offload_store,
         logprobs_mode=logprobs_mode,
         logits_processors=LogitsProcessors.installed(),
         is_asynchronous=config.async_scheduling,
     )
+
+
+def _offload_store(backend: Backend, num_slots: int, folder: str | None) -> OffloadStore | None:
+    if not num_slots:
+        return None
+    slot_bytes = [backend.kv_block(group, 0).nbytes for group in range(len(backend.kv_cache_groups))]
+    if folder is None:
+        return MemoryOffloadStore(num_slots, slot_bytes)
+    return DiskOffloadStore(num_slots, slot_bytes, Path(folder).expanduser())

@@ -1,19 +1,20 @@
 # pyright: basic
 """Computes steps with the native CPU kernels: one call for all of a model, one for sampling."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from trioengine_kernels.native.library import Library, ThreadPool
-from trioengine_kernels.native.program import KVCache, StepArrays
+from trioengine_kernels.native.program import KVCache, Program, StepArrays
 from trioengine_kernels.native.sampler import NativeSampler, SampledTokens, SamplingArrays
 
 from trioengine.config.engine import Quantization
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
 from trioengine.models.native_ops import NativeModel, load_native_model, record
-from trioengine.worker.backend import StepBatch
+from trioengine.worker.backend import StepBatch, kv_cache_groups
 
 
 def load_native_backend(
@@ -29,12 +30,12 @@ def load_native_backend(
         CheckpointError: as `load_model` says.
         MemoryError: weights or cache do not fit.
     """
-    pool = ThreadPool(library, config.cpu_threads)
-    model = load_native_model(checkpoint, library, pool, quantization, report)
+    pool, version = ThreadPool(library, config.cpu_threads), checkpoint.version
     return NativeBackend(
-        model,
+        load_native_model(checkpoint, library, pool, quantization, report),
         library,
         pool,
+        reload=lambda: load_native_model(version.open(), library, pool, quantization),
         num_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens,
@@ -54,27 +55,63 @@ class NativeBackend:
         library: Library,
         pool: ThreadPool,
         *,
-        num_blocks: int,
+        reload: Callable[[], NativeModel],
+        num_blocks: Sequence[int],
         block_size: int,
         max_tokens: int,
         max_logit_rows: int,
     ) -> None:
-        config = model.config
-        self.vocab_size = config.vocab_size
+        """`reload` reads the same model again; `num_blocks` is for each of its KV groups."""
+        self.vocab_size = model.config.vocab_size
+        self.block_size = block_size
+        self.kv_cache_groups = kv_cache_groups(model.config, num_blocks)
+        self._config = model.config
+        self._library = library
         self._pool = pool
-        self._program = record(model, library, max_tokens=max_tokens, max_logit_rows=max_logit_rows)
+        self._reload = reload
+        self._record = functools.partial(record, library=library, max_tokens=max_tokens, max_logit_rows=max_logit_rows)
+        self._program: Program | None = self._record(model)
         self._sampler = NativeSampler(library, pool)
-        self._logits: NDArray[np.float32] = np.empty((0, config.vocab_size), np.float32)
-        self._kv_cache = KVCache(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
+        self._logits: NDArray[np.float32] = np.empty((0, self.vocab_size), np.float32)
+        self._kv_caches: Sequence[KVCache] = ()
+        self.make_kv_cache()
+
+    def drop_weights(self) -> None:
+        """As `Memory.drop_weights`."""
+        self._program = None
+        # It may be a view of the program's memory.
+        self._logits = np.empty((0, self.vocab_size), np.float32)
+        self._library.drop_arena()
+
+    def load_weights(self) -> None:
+        """As `Memory.load_weights`."""
+        if self._program is None:
+            self._program = self._record(self._reload())
+
+    def drop_kv_cache(self) -> None:
+        """As `Memory.drop_kv_cache`."""
+        self._kv_caches = ()
+
+    def make_kv_cache(self) -> None:
+        """As `Memory.make_kv_cache`."""
+        self._kv_caches = self._kv_caches or [
+            KVCache(
+                num_blocks=blocks.num_blocks,
+                block_size=self.block_size,
+                num_layers=len(group.layers),
+                num_kv_heads=self._config.num_kv_heads,
+                head_dim=self._config.head_dim,
+            )
+            for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
+        ]
+
+    def kv_block(self, group: int, block_id: int) -> NDArray[np.generic]:
+        """As `Backend.kv_block`."""
+        return self._kv_caches[group].block(block_id)
 
     def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
+        assert self._program is not None, "asleep"
         step = StepArrays(
             token_ids=batch.token_ids,
             positions=batch.positions,
@@ -84,7 +121,7 @@ class NativeBackend:
             block_table=batch.block_table,
             logit_rows=batch.logit_rows,
         )
-        self._logits = self._program.run(step, self._kv_cache, self._pool)
+        self._logits = self._program.run(step, self._kv_caches, self._pool)
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """As `Backend.copy_logits`."""

@@ -1,7 +1,7 @@
 # pyright: basic
 """Computes steps with torch, in float32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from trioengine_kernels.paged_attention import plan_attention
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
 from trioengine.models.torch_ops import DecoderInput, TorchModel, TorchOps, load_torch_model
-from trioengine.worker.backend import StepBatch
-from trioengine.worker.kv_cache import allocate_kv_cache
+from trioengine.worker.backend import StepBatch, kv_cache_groups
+from trioengine.worker.kv_cache import TorchKVCache
 from trioengine.worker.sampler import sample_rows
 
 
@@ -27,24 +27,68 @@ def load_torch_backend(
         MemoryError: weights or cache do not fit.
     """
     torch.set_num_threads(config.cpu_threads)
-    model = load_torch_model(checkpoint, report)
-    return TorchBackend(model, num_blocks=config.num_kv_blocks, block_size=config.block_size)
+    version = checkpoint.version
+    return TorchBackend(
+        load_torch_model(checkpoint, report),
+        reload=lambda: load_torch_model(version.open()),
+        num_blocks=config.num_kv_blocks,
+        block_size=config.block_size,
+    )
 
 
 class TorchBackend:
     """A model of tensors and its KV cache."""
 
-    def __init__(self, model: TorchModel, *, num_blocks: int, block_size: int) -> None:
-        self._model = model
-        self._block_size = block_size
+    def __init__(
+        self, model: TorchModel, *, reload: Callable[[], TorchModel], num_blocks: Sequence[int], block_size: int
+    ) -> None:
+        """`reload` reads the same model again; `num_blocks` is for each of its KV groups."""
         self.vocab_size = model.config.vocab_size
+        self.block_size = block_size
+        self.kv_cache_groups = kv_cache_groups(model.config, num_blocks)
+        self._config = model.config
+        self._model: TorchModel | None = model
+        self._reload = reload
         self._logits = torch.empty(0, self.vocab_size)
-        self._kv_cache = allocate_kv_cache(model.config, num_blocks, block_size)
+        self._kv_caches: Sequence[TorchKVCache] = ()
+        self.make_kv_cache()
+
+    def drop_weights(self) -> None:
+        """As `Memory.drop_weights`."""
+        self._model = None
+        self._logits = torch.empty(0, self.vocab_size)
+
+    def load_weights(self) -> None:
+        """As `Memory.load_weights`."""
+        self._model = self._model or self._reload()
+
+    def drop_kv_cache(self) -> None:
+        """As `Memory.drop_kv_cache`."""
+        self._kv_caches = ()
+
+    def make_kv_cache(self) -> None:
+        """As `Memory.make_kv_cache`."""
+        self._kv_caches = self._kv_caches or [
+            TorchKVCache(
+                num_blocks=blocks.num_blocks,
+                block_size=self.block_size,
+                num_layers=len(group.layers),
+                num_kv_heads=self._config.num_kv_heads,
+                head_dim=self._config.head_dim,
+            )
+            for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
+        ]
+
+    def kv_block(self, group: int, block_id: int) -> NDArray[np.generic]:
+        """As `Backend.kv_block`."""
+        return self._kv_caches[group].block(block_id)
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
-        self._logits = self._model.decoder.forward(TorchOps(self._input(batch), self._kv_cache))
+        assert self._model is not None, "asleep"
+        kv_cache = [cache.layers for cache in self._kv_caches]
+        self._logits = self._model.decoder.forward(TorchOps(self._input(batch), kv_cache))
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """As `Backend.copy_logits`."""
@@ -59,13 +103,16 @@ class TorchBackend:
         return DecoderInput(
             token_ids=torch.from_numpy(batch.token_ids).long(),
             positions=torch.from_numpy(batch.positions).long(),
-            slots=torch.from_numpy(batch.slots).long(),
-            attention=plan_attention(
-                torch.from_numpy(batch.block_table),
-                torch.from_numpy(batch.query_start),
-                torch.from_numpy(batch.seq_lens),
-                block_size=self._block_size,
-                window=self._model.config.sliding_window,
-            ),
+            slots=list(torch.from_numpy(batch.slots).long()),
+            attention=[
+                plan_attention(
+                    torch.from_numpy(block_table),
+                    torch.from_numpy(batch.query_start),
+                    torch.from_numpy(batch.seq_lens),
+                    block_size=self.block_size,
+                    window=group.window,
+                )
+                for block_table, group in zip(batch.block_table, self.kv_cache_groups, strict=True)
+            ],
             logit_rows=torch.from_numpy(batch.logit_rows).long(),
         )

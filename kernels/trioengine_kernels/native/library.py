@@ -130,6 +130,10 @@ class Library:
         piece, self._arena = self._arena[:num_bytes], self._arena[num_bytes:]
         return piece
 
+    def drop_arena(self) -> None:
+        """Take the next piece out of a new area, so that the old one is freed when nobody references its pieces."""
+        self._arena = np.empty(0, np.uint8)
+
 
 class ThreadPool:
     """Threads of the native backend: the caller and `num_threads - 1` others, which sleep while there is no work."""

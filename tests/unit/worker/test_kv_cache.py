@@ -9,15 +9,22 @@ from trioengine_kernels.native.program import KVCache  # noqa: E402
 
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import tiny_config  # noqa: E402
-from trioengine.worker.kv_cache import allocate_kv_cache  # noqa: E402
+from trioengine.worker.kv_cache import TorchKVCache  # noqa: E402
 from trioengine.worker.loading import Computer  # noqa: E402
 
 
 def test_the_size_per_token_is_what_torchs_cache_takes() -> None:
     config = tiny_config()
-    cache = allocate_kv_cache(config, num_blocks=6, block_size=4)
-    num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
-    assert num_bytes == 6 * 4 * Computer(None).shape(config).kv_bytes_per_token
+    cache = TorchKVCache(
+        num_blocks=6,
+        block_size=4,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    (group,) = Computer(None).shape(config).kv_groups
+    assert cache.data.nbytes == 6 * 4 * group.bytes_per_token
+    assert cache.block(5).nbytes == 4 * group.bytes_per_token
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 100])
@@ -31,4 +38,6 @@ def test_the_size_per_token_is_what_the_native_cache_takes(head_dim: int) -> Non
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    assert cache.data.nbytes == 6 * 32 * Computer(native_library()).shape(config).kv_bytes_per_token
+    (group,) = Computer(native_library()).shape(config).kv_groups
+    assert cache.data.nbytes == 6 * 32 * group.bytes_per_token
+    assert cache.block(5).nbytes == 32 * group.bytes_per_token

@@ -15,7 +15,7 @@ from trioengine_kernels.native.library import NativeUnavailableError  # noqa: E4
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import EngineConfig, Quantization  # noqa: E402
-from trioengine.config.resolve import ResolvedConfig  # noqa: E402
+from trioengine.config.resolve import KVGroupShape, ResolvedConfig  # noqa: E402
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
 from trioengine.errors import CheckpointError, ConfigError, EngineStartError  # noqa: E402
 from trioengine.models.loader import open_checkpoint  # noqa: E402
@@ -33,7 +33,8 @@ CONFIG = ResolvedConfig(
     max_num_seqs=4,
     max_num_logit_rows=64,
     block_size=16,
-    num_kv_blocks=8,
+    num_kv_blocks=(8,),
+    num_offload_blocks=0,
     cpu_threads=1,
     reasons={},
 )
@@ -79,7 +80,7 @@ def test_torch_gets_its_threads(location: ModelLocation) -> None:
 @pytest.mark.parametrize(("name", "kv_bytes"), [("torch", 2 * 2 * (8 + 8) * 4), ("native", 2 * 2 * (8 + 16) * 2)])
 def test_the_shape_of_a_model_is_that_of_its_configuration(name: str, kv_bytes: int) -> None:
     shape = (TORCH if name == "torch" else Computer(native_library())).shape(tiny_model().config)
-    assert shape.kv_bytes_per_token == kv_bytes
+    assert shape.kv_groups == [KVGroupShape(kv_bytes)]
     assert shape.num_parameters == 2 * (48 * (48 + 2 * 16) + 48 * 48 + 3 * 48 * 80) + 2 * 211 * 48
     assert (shape.vocab_size, shape.max_position_embeddings) == (211, 512)
 
@@ -93,7 +94,7 @@ def test_a_damaged_file_is_a_checkpoint_error(location: ModelLocation, computer:
 @pytest.mark.parametrize(
     ("computer", "place"),
     [
-        ("torch", "trioengine.worker.torch_backend.allocate_kv_cache"),
+        ("torch", "trioengine.worker.torch_backend.TorchKVCache"),
         ("native", "trioengine.worker.native_backend.KVCache"),
     ],
     indirect=["computer"],

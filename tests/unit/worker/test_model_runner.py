@@ -30,7 +30,7 @@ MODEL = tiny_model()
 
 
 def torch_backend(model: TorchModel) -> Backend:
-    return TorchBackend(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return TorchBackend(model, reload=lambda: model, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
 
 
 def native_backend(model: TorchModel) -> Backend:
@@ -41,7 +41,8 @@ def native_backend(model: TorchModel) -> Backend:
         native_copy(model),
         library,
         pool,
-        num_blocks=NUM_BLOCKS,
+        reload=lambda: native_copy(model),
+        num_blocks=[NUM_BLOCKS],
         block_size=BLOCK_SIZE,
         max_tokens=512,
         max_logit_rows=256,
@@ -58,7 +59,7 @@ def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def make_runner(model: TorchModel = MODEL) -> ModelRunner:
-    return ModelRunner(make_backend(model), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return ModelRunner(make_backend(model))
 
 
 class Session:
