@@ -1,6 +1,7 @@
 """What every `Executor` promises, as checks that run against any of them.
 
-A test module makes a `Subject` and runs each of `CHECKS` on it:
+A test module makes a `Subject` and runs each of `CHECKS` on it, or of its parts `STEP_CHECKS`, `DRAFT_CHECKS`,
+`SHARING_CHECKS` and `SAMPLING_CHECKS` (for executors that know every rule of `SamplingParams`):
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_conformance(check: Check) -> None:
@@ -10,13 +11,25 @@ The checks compare an executor with itself: a sequence's tokens must not depend 
 prompt is split, or on which blocks it has. None of them knows a right token.
 """
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
-from trioengine.core.executor import NO_TOKEN, Executor, NewSequence, ScheduledSequence, StepPlan, StepResult
+from trioengine.core.executor import (
+    NO_TOKEN,
+    Executor,
+    NewSequence,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
 from trioengine.types.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -25,7 +38,7 @@ RANDOM = SamplingParams(temperature=1.0, max_tokens=None)
 
 @attrs.frozen
 class Subject:
-    """An executor to check. It has at least 24 blocks and takes sequences of at least 48 tokens."""
+    """An executor to check. It has at least 24 blocks and takes sequences of at least 96 tokens."""
 
     make: Callable[[], Executor]
     """A fresh executor; the check closes it."""
@@ -184,6 +197,24 @@ def check_end_tokens_wait_for_min_tokens(subject: Subject) -> None:
         assert session.generate(sequence_id, 4) == free
 
 
+def check_steps_may_be_submitted_ahead(subject: Subject) -> None:
+    """A step may be submitted before the result of the one before it is fetched, with the same objects in its plan: its
+    inputs then hold a token that only the executor knows."""
+    prompts = [subject.prompt(length, start=length) for length in (3, subject.block_size)]
+    alone = [_generate(subject, prompt, num_tokens=6, sampling=RANDOM) for prompt in prompts]
+    with _session(subject) as session:
+        ids = [session.add(prompt, sampling=RANDOM) for prompt in prompts]
+        plan = session.plan(dict.fromkeys(ids))
+        session.submit(plan)
+        tokens: list[Sequence[int]] = []
+        for _ in range(6):
+            plan = session.plan_ahead(plan)
+            session.submit(plan)
+            tokens.append(session.fetch().tokens)
+        session.fetch()
+        assert [list(column) for column in zip(*tokens, strict=True)] == alone
+
+
 def check_close_twice(subject: Subject) -> None:
     """`close` may come again, and while sequences are known."""
     executor = subject.make()
@@ -194,7 +225,271 @@ def check_close_twice(subject: Subject) -> None:
     executor.close()
 
 
-CHECKS: Sequence[Check] = (
+# Drafts
+
+
+def check_right_drafts_save_steps(subject: Subject) -> None:
+    """Drafts that are what would be sampled are all accepted, and one more token comes with them."""
+    prompt = subject.prompt(subject.block_size - 2)
+    for sampling in (GREEDY, RANDOM):
+        whole = _generate(subject, prompt, num_tokens=10, sampling=sampling)
+        with _session(subject) as session:
+            sequence_id = session.add(prompt, sampling=sampling)
+            # Behind the prompt, then across the end of a block, then none.
+            assert session.draft(sequence_id, whole[:2]) == whole[:3]
+            assert session.draft(sequence_id, whole[3:7]) == whole[3:8]
+            assert session.generate(sequence_id, 2) == whole[8:]
+
+
+def check_wrong_drafts_change_nothing(subject: Subject) -> None:
+    """Drafts count up to the first wrong one; whatever they are, and wherever blocks end, tokens are the same."""
+    prompt = subject.prompt(subject.block_size + 1)
+    num_tokens = subject.block_size + 6
+    for sampling in (GREEDY, RANDOM):
+        whole = _generate(subject, prompt, num_tokens=num_tokens, sampling=sampling)
+        for num_right in range(3):
+            with _session(subject) as session:
+                sequence_id = session.add(prompt, sampling=sampling)
+                tokens = session.step(sequence_id)
+                while len(tokens) < num_tokens:
+                    drafts = [*whole[len(tokens) :], 0, 0, 0][:3]
+                    drafts[num_right] = (drafts[num_right] + 1) % subject.vocab_size
+                    new = session.draft(sequence_id, drafts)
+                    is_at_end = len(tokens) + num_right >= num_tokens
+                    assert is_at_end or len(new) == num_right + 1
+                    tokens += new
+                assert tokens[:num_tokens] == whole
+
+
+def check_drafts_of_one_sequence_are_its_own(subject: Subject) -> None:
+    """In a step some have drafts, right and wrong ones, and some none, and some are in the middle of their prompt."""
+    prompts = [subject.prompt(length, start=length) for length in (3, subject.block_size, 5, 2 * subject.block_size)]
+    alone = [_generate(subject, prompt, num_tokens=5, sampling=RANDOM) for prompt in prompts]
+    with _session(subject) as session:
+        ids = [session.add(prompt, sampling=RANDOM) for prompt in prompts]
+        tokens = [[token] for token in session.step(*ids[:3])]
+        drafts = {ids[0]: alone[0][1:3], ids[2]: [alone[2][1], (alone[2][2] + 1) % subject.vocab_size]}
+        result = session.run(session.plan({ids[0]: None, ids[3]: 3, ids[1]: None, ids[2]: None}, drafts=drafts))
+        assert {index: number for index, number in result.num_accepted.items() if number} == {0: 2, 3: 1}
+        assert result.tokens[1] == NO_TOKEN
+        new = session.take_in([ids[0], ids[3], ids[1], ids[2]], result, drafts)
+        tokens = [tokens[0] + new[0], tokens[1] + new[2], tokens[2] + new[3]]
+        for sequence_id, found, expected in zip(ids, [*tokens, []], alone, strict=True):
+            assert found + session.generate(sequence_id, 5 - len(found)) == expected
+
+
+def check_drafts_do_not_hide_a_preemption(subject: Subject) -> None:
+    """A sequence that had drafts and comes again continues with what was accepted."""
+    prompt = subject.prompt(3)
+    whole = _generate(subject, prompt, num_tokens=7, sampling=RANDOM)
+    with _session(subject) as session:
+        sequence_id = session.add(prompt, sampling=RANDOM)
+        tokens = session.draft(sequence_id, [whole[0], whole[1], (whole[2] + 1) % subject.vocab_size])
+        session.readd(sequence_id)
+        tokens += session.draft(sequence_id, whole[3:5])
+        assert tokens + session.generate(sequence_id, 1) == whole
+
+
+# Blocks of others
+
+
+def check_a_prefix_may_be_others(subject: Subject) -> None:
+    """A new sequence may begin behind blocks that another has computed, and outlive it."""
+    prefix = subject.prompt(2 * subject.block_size)
+    prompts = [[*prefix, *subject.prompt(3, start=7)], [*prefix, *subject.prompt(subject.block_size, start=8)]]
+    alone = [_generate(subject, prompt, num_tokens=6) for prompt in prompts]
+    with _session(subject) as session:
+        first = session.add(prompts[0])
+        tokens = session.generate(first, 2)
+        second = session.add(prompts[1], shares=first, num_shared_blocks=2)
+        others = session.generate(second, 2)
+        tokens += session.generate(first, 4)
+        assert session.step(second, remove=[first])[0] == alone[1][2]
+        assert [tokens, others, session.generate(second, 3)] == [alone[0], alone[1][:2], alone[1][3:]]
+
+
+def check_a_prefix_may_be_computed_in_the_same_step(subject: Subject) -> None:
+    """Whichever of the two comes first in the step, and when the first is only partly computed."""
+    prefix = subject.prompt(2 * subject.block_size)
+    prompts = [[*prefix, *subject.prompt(3, start=7)], [*prefix, *subject.prompt(2, start=8)]]
+    alone = [_generate(subject, prompt, num_tokens=4) for prompt in prompts]
+    for is_reversed in (False, True):
+        with _session(subject) as session:
+            first = session.add(prompts[0])
+            # Block ids are given in the order of the plan; the second's shared ones are the first's.
+            session.reserve(first, len(prompts[0]))
+            second = session.add(prompts[1], shares=first, num_shared_blocks=2)
+            order = [second, first] if is_reversed else [first, second]
+            tokens = dict(zip(order, session.step(*order), strict=True))
+            generated = [[tokens[each], *session.generate(each, 3)] for each in (first, second)]
+            assert generated == alone
+
+
+# Rules
+
+
+def check_masks_bind_their_sequences_only(subject: Subject) -> None:
+    """Only tokens whose bits are set are sampled; a mask of all changes nothing, nor do masks of others."""
+    prompts = [subject.prompt(4, start) for start in range(3)]
+    alone = [_generate(subject, prompt, num_tokens=1, sampling=RANDOM) for prompt in prompts]
+    allowed = [token for token in (3, 31, 32, 64) if token < subject.vocab_size and token not in alone[1]]
+    with _session(subject) as session:
+        ids = [session.add(prompt, sampling=RANDOM) for prompt in prompts]
+        bits = _mask_bits(subject, range(subject.vocab_size), allowed)
+        result = session.run(session.plan(dict.fromkeys(ids), masks=TokenMasks({1: 1, 2: 0}, bits)))
+        assert [result.tokens[0], result.tokens[2]] == [alone[0][0], alone[2][0]]
+        assert result.tokens[1] in allowed
+        session.take_in(ids, result)
+        for token in allowed:
+            plan = session.plan(dict.fromkeys(ids), masks=TokenMasks({1: 0}, _mask_bits(subject, [token])))
+            result = session.run(plan)
+            assert result.tokens[1] == token
+            session.take_in(ids, result)
+
+
+def check_masks_come_with_drafts(subject: Subject) -> None:
+    """Each draft's place has a mask of its own; what is behind a rejected one means nothing, not even an empty mask."""
+    with _session(subject) as session:
+        sequence_id = session.add(subject.prompt(3))
+        masks = TokenMasks({0: 1}, _mask_bits(subject, [9], [1], [2], [3], [4]))
+        assert session.draft(sequence_id, [1, 2, 3], masks) == [1, 2, 3, 4]
+        masks = TokenMasks({0: 0}, _mask_bits(subject, [5], [6], []))
+        assert session.draft(sequence_id, [5, 7], masks) == [5, 6]
+
+
+def check_a_mask_of_nothing_fails_its_sequence(subject: Subject) -> None:
+    """Where nothing may be sampled the sequence fails, and its neighbours do not."""
+    prompts = [subject.prompt(4, start) for start in range(2)]
+    alone = [_generate(subject, prompt, num_tokens=3) for prompt in prompts]
+    with _session(subject) as session:
+        ids = [session.add(prompt) for prompt in prompts]
+        result = session.run(session.plan(dict.fromkeys(ids), masks=TokenMasks({0: 0}, _mask_bits(subject, []))))
+        assert [failure.sequence_id for failure in result.failures] == [ids[0]]
+        assert result.failures[0].message
+        assert list(result.tokens) == [NO_TOKEN, alone[1][0]]
+        session.take_in(ids, result)
+        assert session.step(ids[1], remove=[ids[0]]) + session.generate(ids[1], 1) == alone[1][1:]
+
+
+def check_only_allowed_tokens_are_sampled(subject: Subject) -> None:
+    """`allowed_token_ids`, also those that a mask leaves of them."""
+    allowed = (2, 5, 7)
+    prompt = subject.prompt(5)
+    for sampling in (GREEDY, RANDOM):
+        sampling = attrs.evolve(sampling, allowed_token_ids=allowed)
+        assert set(_generate(subject, prompt, num_tokens=8, sampling=sampling)) <= set(allowed)
+        with _session(subject) as session:
+            sequence_id = session.add(prompt, sampling=sampling)
+            masks = TokenMasks({0: 0}, _mask_bits(subject, [1, 5, 6]))
+            assert session.run(session.plan({sequence_id: None}, masks=masks)).tokens[0] == 5
+
+
+def check_rules_count_drafts(subject: Subject) -> None:
+    """Penalties and `min_tokens` see accepted drafts as what was generated before."""
+    prompt = subject.prompt(4)
+    sampling = attrs.evolve(RANDOM, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.3, min_tokens=4)
+    end_token_ids = _generate(subject, prompt, num_tokens=6, sampling=attrs.evolve(sampling, min_tokens=0))
+    whole = _generate(subject, prompt, num_tokens=9, sampling=sampling, end_token_ids=end_token_ids)
+    assert not set(whole[:4]) & set(end_token_ids)
+    with _session(subject) as session:
+        sequence_id = session.add(prompt, sampling=sampling, end_token_ids=end_token_ids)
+        assert session.draft(sequence_id, whole[:3]) == whole[:4]
+        assert session.draft(sequence_id, [*whole[4:6], (whole[6] + 1) % subject.vocab_size]) == whole[4:7]
+        assert session.generate(sequence_id, 2) == whole[7:]
+
+
+# Log probabilities
+
+
+def check_logprobs_are_of_each_new_token(subject: Subject) -> None:
+    """The token's first, then as many as were asked for, the most likely first; only for those that ask."""
+    prompt = subject.prompt(4)
+    with _session(subject) as session:
+        wanted = [None, 0, 2, -1]
+        ids = [session.add(prompt, sampling=attrs.evolve(GREEDY, logprobs=number)) for number in wanted]
+        for _ in range(3):
+            result = session.run(session.plan(dict.fromkeys(ids)))
+            assert set(result.logprobs) == {1, 2, 3}
+            for index, number in enumerate(wanted[1:], 1):
+                (found,) = result.logprobs[index]
+                _check_logprobs(found, result.tokens[index], subject.vocab_size if number == -1 else number or 0)
+                assert found.rank == 1
+            everything = result.logprobs[3][0]
+            assert sorted(everything.token_ids[1:]) == list(range(subject.vocab_size))
+            assert math.isclose(sum(map(math.exp, everything.logprobs[1:])), 1, rel_tol=1e-4)
+            assert result.logprobs[2][0].logprobs == everything.logprobs[:3]
+            session.take_in(ids, result)
+
+
+def check_logprobs_come_with_drafts(subject: Subject) -> None:
+    """One for each new token, accepted drafts included, as without drafts."""
+    prompt = subject.prompt(4)
+    sampling = attrs.evolve(RANDOM, logprobs=3)
+    with _session(subject) as session:
+        sequence_id = session.add(prompt, sampling=sampling)
+        tokens: list[int] = []
+        expected: list[TokenLogprobs] = []
+        for _ in range(4):
+            result = session.run(session.plan({sequence_id: None}))
+            tokens += session.take_in([sequence_id], result)[0]
+            expected += result.logprobs[0]
+    with _session(subject) as session:
+        sequence_id = session.add(prompt, sampling=sampling)
+        drafts = {sequence_id: [*tokens[:3], (tokens[3] + 1) % subject.vocab_size, 0]}
+        result = session.run(session.plan({sequence_id: None}, drafts=drafts))
+        assert session.take_in([sequence_id], result, drafts) == [tokens]
+        _check_same_logprobs(result.logprobs[0], expected)
+
+
+def check_logprobs_are_numbers(subject: Subject) -> None:
+    """(sglang 5984) Finite, also where limits or masks leave one token."""
+    with _session(subject) as session:
+        ids = [
+            session.add(subject.prompt(4), sampling=attrs.evolve(RANDOM, logprobs=1, prompt_logprobs=1, top_k=1)),
+            session.add(subject.prompt(4), sampling=attrs.evolve(RANDOM, logprobs=20)),
+        ]
+        result = session.run(session.plan(dict.fromkeys(ids), masks=TokenMasks({1: 0}, _mask_bits(subject, [3]))))
+        for found in (*result.logprobs[0], *result.prompt_logprobs[0], *result.logprobs[1]):
+            assert all(map(math.isfinite, found.logprobs))
+        assert result.logprobs[1][0].token_ids[0] == 3
+
+
+def check_prompt_logprobs_are_of_the_prompts_tokens(subject: Subject) -> None:
+    """From the second on, however the prompt is split; the answer is the same as without."""
+    prompt = subject.prompt(subject.block_size + 3)
+    sampling = attrs.evolve(GREEDY, prompt_logprobs=2)
+    expected: Sequence[TokenLogprobs] = ()
+    for num_tokens in (len(prompt), 1, 2, subject.block_size):
+        with _session(subject) as session:
+            sequence_id, other = session.add(prompt, sampling=sampling), session.add(subject.prompt(3, start=4))
+            session.step(other)
+            found: list[TokenLogprobs] = []
+            tokens: list[int] = []
+            for first in range(0, len(prompt), num_tokens):
+                part = min(len(prompt) - first, num_tokens)
+                result = session.run(session.plan({other: None, sequence_id: part}))
+                tokens = session.take_in([other, sequence_id], result)[1]
+                found += result.prompt_logprobs.get(1, ())
+            assert [each.token_ids[0] for each in found] == prompt[1:]
+            for each in found:
+                _check_logprobs(each, each.token_ids[0], 2)
+            expected = expected or found
+            _check_same_logprobs(found, expected)
+            assert [*tokens, *session.generate(sequence_id, 3)] == _generate(subject, prompt, num_tokens=4)
+
+
+def check_prompt_logprobs_without_an_answer(subject: Subject) -> None:
+    """(vllm 6521) With `max_tokens` 0 nothing is sampled, and that is no failure."""
+    for length in (1, 4):
+        with _session(subject) as session:
+            prompt = subject.prompt(length)
+            sequence_id = session.add(prompt, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
+            result = session.run(session.plan({sequence_id: None}))
+            assert (list(result.tokens), list(result.failures)) == ([NO_TOKEN], [])
+            assert [each.token_ids for each in result.prompt_logprobs.get(0, ())] == [[token] for token in prompt[1:]]
+
+
+STEP_CHECKS: Sequence[Check] = (
     check_a_step_without_sequences_has_no_tokens,
     check_results_carry_their_step,
     check_an_incomplete_prompt_samples_nothing,
@@ -207,8 +502,60 @@ CHECKS: Sequence[Check] = (
     check_a_sequence_may_rest,
     check_a_seed_gives_the_same_tokens,
     check_end_tokens_wait_for_min_tokens,
+    check_steps_may_be_submitted_ahead,
     check_close_twice,
 )
+DRAFT_CHECKS: Sequence[Check] = (
+    check_right_drafts_save_steps,
+    check_wrong_drafts_change_nothing,
+    check_drafts_of_one_sequence_are_its_own,
+    check_drafts_do_not_hide_a_preemption,
+)
+SHARING_CHECKS: Sequence[Check] = (
+    check_a_prefix_may_be_others,
+    check_a_prefix_may_be_computed_in_the_same_step,
+)
+SAMPLING_CHECKS: Sequence[Check] = (
+    check_masks_bind_their_sequences_only,
+    check_masks_come_with_drafts,
+    check_a_mask_of_nothing_fails_its_sequence,
+    check_only_allowed_tokens_are_sampled,
+    check_rules_count_drafts,
+    check_logprobs_are_of_each_new_token,
+    check_logprobs_come_with_drafts,
+    check_logprobs_are_numbers,
+    check_prompt_logprobs_are_of_the_prompts_tokens,
+    check_prompt_logprobs_without_an_answer,
+)
+CHECKS: Sequence[Check] = (*STEP_CHECKS, *DRAFT_CHECKS, *SHARING_CHECKS, *SAMPLING_CHECKS)
+
+
+def _mask_bits(subject: Subject, *rows: Sequence[int]) -> NDArray[np.int32]:
+    """A mask for each list of allowed tokens."""
+    bits = np.zeros((len(rows), -(-subject.vocab_size // 32) * 32), np.uint8)
+    for mask, allowed in zip(bits, rows, strict=True):
+        mask[list(allowed)] = 1
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def _check_logprobs(found: TokenLogprobs, token_id: int, number: int) -> None:
+    """Complete, finite and in order."""
+    assert found.token_ids[0] == token_id
+    assert len(found.token_ids) == len(found.logprobs) == 1 + number
+    assert list(found.logprobs[1:]) == sorted(found.logprobs[1:], reverse=True)
+    assert all(map(math.isfinite, found.logprobs))
+    assert found.rank >= 1
+    if found.rank <= number:
+        assert found.logprobs[found.rank] == found.logprobs[0]
+
+
+def _check_same_logprobs(found: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs]) -> None:
+    """Equal but for rounding."""
+    assert [(list(each.token_ids), each.rank) for each in found] == [
+        (list(each.token_ids), each.rank) for each in expected
+    ]
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4), one.logprobs, other.logprobs))
 
 
 @attrs.define(eq=False)
@@ -220,6 +567,8 @@ class _Live:
     is_known: bool = False
     num_computed_tokens: int = 0
     block_table: list[int] = attrs.field(factory=list[int])
+    num_given_blocks: int = 0
+    """So many of its blocks the executor has been told of."""
 
 
 class _Session:
@@ -241,13 +590,27 @@ class _Session:
         sampling: SamplingParams = GREEDY,
         seed: int = 0,
         end_token_ids: Sequence[int] = (),
+        shares: int | None = None,
+        num_shared_blocks: int = 0,
     ) -> int:
-        """The id of a sequence that is new in the first plan that schedules it."""
+        """The id of a sequence that is new in the first plan that schedules it.
+
+        With `shares` it begins behind the first blocks of another sequence.
+        """
         sequence_id = self._num_sequences
         self._num_sequences += 1
         new = NewSequence(sequence_id, list(prompt), len(prompt), sampling, seed, tuple(end_token_ids))
-        self._live[sequence_id] = _Live(new, list(prompt))
+        live = self._live[sequence_id] = _Live(new, list(prompt))
+        if shares is not None:
+            live.block_table = self._live[shares].block_table[:num_shared_blocks]
+            live.num_computed_tokens = num_shared_blocks * self._block_size
         return sequence_id
+
+    def reserve(self, sequence_id: int, num_tokens: int) -> None:
+        """Choose a sequence's blocks for so many tokens before a plan needs them."""
+        block_table = self._live[sequence_id].block_table
+        num_missing = -(-num_tokens // self._block_size) - len(block_table)
+        block_table.extend(self.free_block_ids.pop(0) for _ in range(num_missing))
 
     def readd(self, sequence_id: int) -> None:
         """Preempt a sequence."""
@@ -256,27 +619,71 @@ class _Session:
         new = attrs.evolve(live.new, token_ids=list(live.token_ids))
         self._live[sequence_id] = _Live(new, live.token_ids)
 
-    def plan(self, num_tokens: Mapping[int, int | None], remove: Sequence[int] = ()) -> StepPlan:
-        """A step of these sequences: so many tokens of each, or, with None, all that are known."""
+    def plan(
+        self,
+        num_tokens: Mapping[int, int | None],
+        remove: Sequence[int] = (),
+        drafts: Mapping[int, Sequence[int]] | None = None,
+        masks: TokenMasks | None = None,
+    ) -> StepPlan:
+        """A step of these sequences: so many tokens of each, or, with None, all that are known, and then drafts."""
+        drafts = drafts or {}
         for sequence_id in remove:
             self._forget(sequence_id)
         new = [self._live[sequence_id].new for sequence_id in num_tokens if not self._live[sequence_id].is_known]
-        scheduled = [self._work(self._live[sequence_id], number) for sequence_id, number in num_tokens.items()]
-        plan = StepPlan(self._step, scheduled, new, self._removed)
+        scheduled = [
+            self._work(self._live[sequence_id], number, drafts.get(sequence_id, ()))
+            for sequence_id, number in num_tokens.items()
+        ]
+        plan = StepPlan(self._step, scheduled, new, self._removed, masks)
         self._step += 1
         self._removed = []
         return plan
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute a plan."""
+    def plan_ahead(self, plan: StepPlan) -> StepPlan:
+        """The next step of the same sequences, each with the token that the plan's step will sample."""
+        for work in plan.scheduled:
+            live = self._live[work.sequence_id]
+            work.num_computed_tokens += work.num_tokens
+            work.num_tokens = 1
+            live.num_computed_tokens = work.num_computed_tokens + 1
+            work.new_block_ids = self._new_blocks(live, live.num_computed_tokens)
+        self._step += 1
+        return StepPlan(self._step - 1, plan.scheduled)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a plan."""
         self._executor.submit(plan)
+
+    def fetch(self) -> StepResult:
+        """The result of the oldest plan."""
         return self._executor.result()
 
-    def take_in(self, sequence_ids: Sequence[int], result: StepResult) -> None:
-        """Append a step's tokens to the session's copies."""
-        for sequence_id, token in zip(sequence_ids, result.tokens, strict=True):
-            if token != NO_TOKEN:
-                self._live[sequence_id].token_ids.append(token)
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a plan."""
+        self.submit(plan)
+        return self.fetch()
+
+    def take_in(
+        self, sequence_ids: Sequence[int], result: StepResult, drafts: Mapping[int, Sequence[int]] | None = None
+    ) -> list[list[int]]:
+        """Append a step's tokens to the session's copies: what is new of each sequence."""
+        new: list[list[int]] = []
+        for index, (sequence_id, token) in enumerate(zip(sequence_ids, result.tokens, strict=True)):
+            num_accepted = result.num_accepted.get(index, 0)
+            tokens = [] if token == NO_TOKEN else [*(drafts or {}).get(sequence_id, ())[:num_accepted], token]
+            new.append(tokens)
+            if tokens:
+                live = self._live[sequence_id]
+                live.token_ids += tokens
+                live.num_computed_tokens = len(live.token_ids) - 1
+        return new
+
+    def draft(self, sequence_id: int, drafts: Sequence[int], masks: TokenMasks | None = None) -> list[int]:
+        """One step of a sequence with drafts: its new tokens."""
+        by_id = {sequence_id: drafts}
+        result = self.run(self.plan({sequence_id: None}, drafts=by_id, masks=masks))
+        return self.take_in([sequence_id], result, by_id)[0]
 
     def step(self, *sequence_ids: int, num_tokens: int | None = None, remove: Sequence[int] = ()) -> list[int]:
         """One step of these sequences: what it sampled for each."""
@@ -297,17 +704,23 @@ class _Session:
         live = self._live.pop(sequence_id)
         if live.is_known:
             self._removed.append(sequence_id)
-        self.free_block_ids[:0] = live.block_table
+        shared = {block_id for other in self._live.values() for block_id in other.block_table}
+        self.free_block_ids[:0] = [block_id for block_id in live.block_table if block_id not in shared]
 
-    def _work(self, live: _Live, num_tokens: int | None) -> ScheduledSequence:
+    def _work(self, live: _Live, num_tokens: int | None, drafts: Sequence[int]) -> ScheduledSequence:
         start = live.num_computed_tokens
-        end = len(live.token_ids) if num_tokens is None else start + num_tokens
-        num_missing = -(-end // self._block_size) - len(live.block_table)
-        new_block_ids = [self.free_block_ids.pop(0) for _ in range(num_missing)]
-        live.block_table.extend(new_block_ids)
+        end = len(live.token_ids) + len(drafts) if num_tokens is None else start + num_tokens
+        new_block_ids = self._new_blocks(live, end)
         live.num_computed_tokens = end
         live.is_known = True
-        return ScheduledSequence(live.new.sequence_id, start, end - start, new_block_ids)
+        return ScheduledSequence(live.new.sequence_id, start, end - start, new_block_ids, drafts)
+
+    def _new_blocks(self, live: _Live, num_tokens: int) -> Sequence[int]:
+        """Those that the executor has not been told of."""
+        self.reserve(live.new.sequence_id, num_tokens)
+        new_block_ids = live.block_table[live.num_given_blocks :]
+        live.num_given_blocks = len(live.block_table)
+        return new_block_ids
 
 
 @contextmanager
@@ -320,8 +733,15 @@ def _session(subject: Subject) -> Generator[_Session]:
 
 
 def _generate(
-    subject: Subject, prompt: Sequence[int], *, num_tokens: int = 6, sampling: SamplingParams = GREEDY, seed: int = 0
+    subject: Subject,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int = 6,
+    sampling: SamplingParams = GREEDY,
+    seed: int = 0,
+    end_token_ids: Sequence[int] = (),
 ) -> list[int]:
     """What a prompt gives alone."""
     with _session(subject) as session:
-        return session.generate(session.add(prompt, sampling=sampling, seed=seed), num_tokens)
+        sequence_id = session.add(prompt, sampling=sampling, seed=seed, end_token_ids=end_token_ids)
+        return session.generate(sequence_id, num_tokens)
