@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=1,
         metavar="N",
-        help="each prompt says so many times the same, which models then go on with: a load for speculation. Default: 1",
+        help="times that a prompt says the same, which models then go on with, for speculation. Default: 1",
     )
     add_engine_options(offline)
     kernels = benchmarks.add_parser("kernels", help="the native CPU kernels, operation by operation")
