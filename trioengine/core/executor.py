@@ -53,8 +53,6 @@ class NewSequence:
     """Unsigned 64 bits; with the position it determines the random numbers of every token."""
     end_token_ids: Sequence[int] = ()
     """Tokens that must not be sampled before `sampling.min_tokens` tokens are generated."""
-    bad_words_token_ids: Sequence[Sequence[int]] = ()
-    """The last token of one must not be sampled when the others stand before it."""
 
 
 @attrs.define

@@ -9,11 +9,39 @@ Characters are whole bytes of UTF-8, so a text has a word exactly where its byte
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trioengine.types.params import SamplingParams
+
+
+class BadWordsRules:
+    """Makes the rules of an engine's requests. Nothing is read before the first that has bad words."""
+
+    def __init__(self, token_byte_table: Callable[[bool], Sequence[bytes]], vocab_size: int) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            token_byte_table: as `Tokenizer.token_byte_table`; called at most twice.
+            vocab_size: tokens of the model, which may be fewer than its tokenizer has.
+        """
+        self._token_byte_table = token_byte_table
+        self._vocab_size = vocab_size
+        self._indexes: dict[bool, TokenIndex] = {}
+
+    def of(self, sampling: SamplingParams) -> "BadWords | None":
+        """The rules of a request; None where it has none."""
+        if not sampling.bad_words:
+            return None
+        # Control tokens count as they are shown.
+        index = self._indexes.get(sampling.skip_special_tokens)
+        if index is None:
+            index = TokenIndex(self._token_byte_table(sampling.skip_special_tokens)[: self._vocab_size])
+            self._indexes[sampling.skip_special_tokens] = index
+        return BadWords(sampling.bad_words, index)
 
 
 class TokenIndex:

@@ -63,8 +63,6 @@ class EngineCoreRequest:
     """Lower values come first, where the core's policy is priority."""
     cache_salt: str | None = None
     """Part of the hash of the prompt's first block."""
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Every tokenization of the sampling's `bad_words`: the last token of one is not sampled after its others."""
     reasoning_ended: bool | None = None
     """As `GenerateRequest.reasoning_ended`."""
 

@@ -24,6 +24,7 @@ from trioengine.core.executor import (
     TokenLogprobs,
     TokenMasks,
 )
+from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.worker.backend import Backend, StepBatch
 from trioengine.worker.draft import ComputedSequence, DraftModel
 from trioengine.worker.logits_processors import LogitsProcessorError, LogitsProcessors, process_logits
@@ -69,6 +70,7 @@ class ModelRunner:
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         logits_processors: LogitsProcessors | None = None,
         draft_model: DraftModel | None = None,
+        bad_words_rules: BadWordsRules | None = None,
     ) -> None:
         self._backend = backend
         self._block_size = backend.block_size
@@ -79,6 +81,7 @@ class ModelRunner:
         self._table = SamplingTable(backend.vocab_size, logprobs_mode)
         self._logits_processors = logits_processors or LogitsProcessors({})
         self._draft_model = draft_model
+        self._bad_words_rules = bad_words_rules
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
@@ -121,7 +124,10 @@ class ModelRunner:
 
     def _add(self, new: NewSequence) -> None:
         assert new.sequence_id not in self._sequences
-        state = sequence_state(new, self._backend.vocab_size)
+        bad_words = None if self._bad_words_rules is None else self._bad_words_rules.of(new.sampling)
+        state = sequence_state(new, self._backend.vocab_size, bad_words)
+        if state.failure is None and new.sampling.bad_words and bad_words is None:
+            state.failure = "Words cannot be forbidden here: there is no tokenizer."
         if state.failure is None:
             try:
                 state.processors = self._logits_processors.bind(new.sampling)

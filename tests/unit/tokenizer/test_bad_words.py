@@ -1,6 +1,7 @@
 """An answer whose tokens are never the forbidden ones does not have the words, whatever tokens it is made of."""
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioengine.testing.fake_tokenizer import FakeTokenizer
-from trioengine.tokenizer.bad_words import BadWords, TokenIndex
+from trioengine.tokenizer.bad_words import BadWords, BadWordsRules, TokenIndex
 from trioengine.tokenizer.tokenizer import Tokenizer
+from trioengine.types.params import SamplingParams
 
 # Of few characters, so that words overlap with themselves, with each other and with the tokens' ends.
 WORDS = ["a", "b", "aa", "ab", "ba", "aba", "abab", "bb", "aab", "€a", " b", "€€"]
@@ -74,6 +76,32 @@ def test_a_control_token_inside_a_word_does_not_hide_it() -> None:
 def test_ids_without_a_token_show_nothing() -> None:
     """A model may have more rows than its tokenizer has tokens."""
     assert ord("b") in bad_words("ab").forbidden_token_ids([ord("a"), TOKENIZER.vocab_size + 5], 0, 2)
+
+
+def test_control_tokens_count_as_they_are_shown() -> None:
+    """Their text is a part of the answer only when it is asked for; the vocabulary is read when a word is."""
+    read: list[bool] = []
+
+    def token_byte_table(skip_special_tokens: bool) -> Sequence[bytes]:
+        read.append(skip_special_tokens)
+        return TOKENIZER.token_byte_table(skip_special_tokens)
+
+    rules = BadWordsRules(token_byte_table, TOKENIZER.vocab_size)
+    assert rules.of(SamplingParams()) is None
+    assert not read
+    for skip, is_forbidden in ((True, False), (False, True)):
+        for _ in range(2):
+            found = rules.of(SamplingParams(bad_words=("|end|",), skip_special_tokens=skip))
+            assert found is not None
+            assert (TOKENIZER.end_token_id in found.forbidden_token_ids([], 0, 0)) is is_forbidden
+    assert read == [True, False]
+
+
+def test_tokens_that_the_model_has_no_row_for_are_not_forbidden() -> None:
+    """They cannot be sampled."""
+    found = BadWordsRules(TOKENIZER.token_byte_table, 257).of(SamplingParams(bad_words=("aa",)))
+    assert found is not None
+    assert found.forbidden_token_ids([ord("a")], 0, 1).tolist() == [ord("a"), 256]
 
 
 @pytest.mark.parametrize("word", ["the", " is", "government", "naïve", "日本", "e"])

@@ -13,6 +13,7 @@ from trioengine_kernels.native.sampler import NativeSampler, SampledTokens, Samp
 from trioengine.config.engine import LogprobsMode  # noqa: E402
 from trioengine.core.executor import NewSequence  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
+from trioengine.tokenizer.bad_words import BadWords, TokenIndex  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
 from trioengine.worker.sampler import sample_rows  # noqa: E402
 from trioengine.worker.sampling_table import LogitRows, SamplingTable  # noqa: E402
@@ -22,7 +23,7 @@ VOCAB_SIZE = 997
 PROMPT = [5, 6, 7, 5]
 OUTPUT = [8, 9, 8, 8]
 DRAFTS = [3, 5, 1]
-BAD_WORDS = ((500,), (8, 3), (9, 8, 8, 1), (7, 8, 5), (3, 5, 8))
+WORDS = TokenIndex([f"<{token_id}>".encode() for token_id in range(VOCAB_SIZE)])
 RULES = {
     "greedy": SamplingParams(temperature=0),
     "top_p of zero": SamplingParams(top_p=0.0),
@@ -34,7 +35,7 @@ RULES = {
     "one penalty": SamplingParams(temperature=0, frequency_penalty=-1.0, logprobs=5),
     "too short to end": SamplingParams(temperature=0.5, min_tokens=6),
     "few allowed": SamplingParams(allowed_token_ids=(1, 5, 8, 40, 41, 42), logit_bias={41: 3.0}, logprobs=8),
-    "bad words": SamplingParams(temperature=0.8, bad_words=("bad",)),
+    "bad words": SamplingParams(temperature=0.8, bad_words=("<500>", "<8><3>", "9><8><8><1>", "<3><5><8>")),
 }
 ALL_TOKENS = ~np.zeros(32, np.int32)
 
@@ -47,7 +48,7 @@ def library() -> Library:
 def make_states(table: SamplingTable, seed: int = 0) -> list[SequenceState]:
     """One for each of RULES, with drafts behind its tokens."""
     states: list[SequenceState] = []
-    for i, (name, rules) in enumerate(RULES.items()):
+    for i, rules in enumerate(RULES.values()):
         new = NewSequence(
             i,
             PROMPT + OUTPUT,
@@ -55,9 +56,9 @@ def make_states(table: SamplingTable, seed: int = 0) -> list[SequenceState]:
             rules,
             seed=2**64 - 1 - seed * 100 - i,
             end_token_ids=(1, 8, 500),
-            bad_words_token_ids=BAD_WORDS if name == "bad words" else (),
         )
-        states.append(sequence_state(new, VOCAB_SIZE))
+        bad_words = BadWords(rules.bad_words, WORDS) if rules.bad_words else None
+        states.append(sequence_state(new, VOCAB_SIZE, bad_words))
         states[-1].token_ids.extend(DRAFTS)
         table.add(states[-1])
     return states
@@ -137,14 +138,14 @@ def test_what_nobody_uses_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("place", "forbidden"),
     [
-        (8, {500, 3, 1}),  # 5 6 7 5 8 9 8 8: the ends of "8 3" and "9 8 8 1"
+        (8, {500, 3, 1}),  # 5 6 7 5 8 9 8 8: the ends of "<8><3>" and "9><8><8><1>"
         (9, {500}),  # 3 is next, as a draft
-        (10, {500, 8}),  # then 5: the end of "3 5 8"
+        (10, {500, 8}),  # then 5: the end of "<3><5><8>"
         (11, {500}),
     ],
 )
 def test_bad_words_end_with_a_token_that_is_forbidden_after_the_others(place: int, forbidden: set[int]) -> None:
-    """Drafts count as what comes before, and so does the prompt."""
+    """Drafts count as what comes before."""
     arrays = arrays_of("bad words", place=place)
     assert arrays.forbidden is not None
     assert set(arrays.forbidden.token_ids.tolist()) == forbidden
