@@ -17,6 +17,7 @@ SOURCES = parsed("trioengine", "kernels/trioengine_kernels")
 TESTS = parsed("tests")
 
 THREAD_HOMES = {
+    "trioengine/core/structured/compiler.py": "grammars are compiled beside a core's blocking loop",
     "trioengine/runtime/core_process.py": "the thread beside a core's blocking loop, which ends it with its parent",
     "trioengine/worker/executor.py": "the thread in which an asynchronous executor computes",
 }

@@ -1,0 +1,256 @@
+"""Turns the form of an answer into a compiled matcher of llguidance. The only module that imports it, and late.
+
+A matcher knows, for one sequence, which tokens may come next. Everything here may run in any thread.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from trioengine.core.structured.json_schema import Schema, bound_schema, find_fault
+from trioengine.errors import RequestError
+from trioengine.tokenizer.tokenizer import Tokenizer
+from trioengine.types.structured import PARAM, StructuralTag, StructuredOutputsParams, parse_json
+
+MAX_GRAMMAR_LINES = 500
+"""Rules may form a chain, which is followed recursively; each begins a line."""
+MAX_LEXER_STATES = 50_000
+"""About 2 KB each, for each running request in the worst case. Past it the request ends with an error."""
+WHITESPACE = r"(\x20|\r?\n[ \t]{0,20})"
+"""Between the tokens of JSON: a space, or a new line and its indentation. Small models would go on for ever."""
+ESCAPES = 'nrbtf\\"'
+"""What may follow a backslash in JSON. Without `u` each string is written in one way, so that an additional property
+cannot be a named one in disguise."""
+
+_JSON_SPACE = r"[ \t\n\r]*"
+_IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:)", re.MULTILINE)
+_SOURCE_LINE = re.compile(r"\s+\d+ \| ")
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+
+
+class MatcherCompiler:
+    """Compiles for one vocabulary. Immutable."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Take half a second at most.
+
+        Args:
+            tokenizer: of the model.
+            vocab_size: the number of tokens that can be sampled; it may differ from the tokenizer's.
+        """
+        self._tokenizer = tokenizer
+        ends = [token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size]
+        # A model without one still needs a token that stands for the end; `Grammar` never lets it be sampled.
+        self.end_token_ids: tuple[int, ...] = tuple(ends) or (tokenizer.bos_token_id or 0,)
+        self._vocabulary = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, self.end_token_ids[0])),
+            n_vocab=vocab_size,
+            eos_token=list(self.end_token_ids),
+        )
+        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+    def compile(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
+        """Return a matcher that has read nothing yet.
+
+        Raises:
+            RequestError: the form cannot be kept; naming the field, and for a JSON schema the keyword.
+        """
+        params.validate()
+        if params.json is not None:
+            return self._compile_json(parse_json(params.json, "json"), "json", params.whitespace_pattern)
+        if params.json_object:
+            return self._compile_json({"type": "object"}, "json_object", params.whitespace_pattern)
+        if params.structural_tag is not None:
+            return self._compile_tags(params.tags())
+        if params.regex is not None:
+            return self._checked(llguidance.LLMatcher.grammar_from_regex(params.regex), "regex")
+        if params.choice is not None:
+            return self._checked(_lark("start: " + " | ".join(map(_literal, params.choice))), "choice")
+        return self._checked(_lark(_user_grammar(params.grammar or "")), "grammar")
+
+    def _compile_json(self, content: object, field: str, whitespace: str | None) -> llguidance.LLMatcher:
+        schema = bound_schema(content, f"{PARAM}.{field}")
+        if whitespace is not None:
+            self._check_whitespace(whitespace)
+        return self._checked(_json_grammar(schema, whitespace), field, schema, whitespace=whitespace)
+
+    def _compile_tags(self, tags: Sequence[StructuralTag]) -> llguidance.LLMatcher:
+        field = f"{PARAM}.structural_tag"
+        schemas = [bound_schema(tag.schema, field, f"/structures/{index}/schema") for index, tag in enumerate(tags)]
+        for index, schema in enumerate(schemas):
+            self._checked(_json_grammar(schema, None), "structural_tag", schema, path=f"/structures/{index}/schema")
+        return self._checked(_lark(self._tag_grammar(tags, schemas)), "structural_tag")
+
+    def _tag_grammar(self, tags: Sequence[StructuralTag], schemas: Sequence[Schema]) -> str:
+        """Free text that stops at the first trigger, a tag, and so on, then free text to the end.
+
+        A trigger is found by a lazy lexeme: of all texts that end with it, the shortest.
+        """
+        heads: dict[str, list[str]] = {}
+        rules: list[str] = []
+        for index, (tag, schema) in enumerate(zip(tags, schemas, strict=True)):
+            head = self._head(tag.trigger)
+            body = f"{self._symbols(tag.begin[len(head) :])} %json {_with_options(schema, None)} "
+            rules.append(f"tag{index}: {body}{self._symbols(tag.end)}")
+            heads.setdefault(head, []).append(f"tag{index}")
+        for index, (head, bodies) in enumerate(heads.items()):
+            token_id = self._special_tokens.get(head)
+            rules.append(f"part{index}: head{index} ({' | '.join(bodies)})")
+            rules.append(
+                f"head{index}[lazy]: TEXT {_literal(head)}" if token_id is None else f"head{index}: TEXT <[{token_id}]>"
+            )
+        parts = " | ".join(f"part{index}" for index in range(len(heads)))
+        return "\n".join(["%llguidance {}", f"start: ({parts})* rest", "rest: TEXT", "TEXT: /(.|\\n)*/", *rules])
+
+    def _head(self, trigger: str) -> str:
+        """What the text is searched for: the trigger, or the control token with which it begins."""
+        pieces = [piece for piece in self._special_pattern.split(trigger) if piece]
+        if len(pieces) == 1 or pieces[0] in self._special_tokens:
+            return pieces[0]
+        self._refuse("structural_tag", f"the trigger {trigger[:40]!r} has a control token, so it must begin with it")
+
+    def _symbols(self, text: str) -> str:
+        """A text as Lark has it, with control tokens where it spells them."""
+        tokens = self._special_tokens
+        pieces = [piece for piece in self._special_pattern.split(text) if piece]
+        return " ".join(f"<[{tokens[piece]}]>" if piece in tokens else _literal(piece) for piece in pieces)
+
+    @property
+    def _special_tokens(self) -> dict[str, int]:
+        tokenizer = self._tokenizer
+        texts = {token_id: tokenizer.token_bytes(token_id) for token_id in tokenizer.special_token_ids}
+        return {data.decode(errors="replace"): token_id for token_id, data in texts.items() if data}
+
+    @property
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+    def _check_whitespace(self, pattern: str) -> None:
+        pattern_in_lark = llguidance.regex_to_lark(pattern, use_ascii="")
+        self._checked(llguidance.LLMatcher.grammar_from_regex(pattern), "whitespace_pattern", may_be_empty=True)
+        other = self._matcher(_lark(f"start: OTHER\nOTHER: /{pattern_in_lark}/ & ~/{_JSON_SPACE}/"))
+        if not other.is_error():
+            other.compute_bitmask()
+        if not other.is_error():
+            self._refuse("whitespace_pattern", "it matches more than spaces, tabs and new lines")
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
+
+    def _checked(
+        self,
+        grammar: str,
+        field: str,
+        schema: Schema | None = None,
+        *,
+        whitespace: str | None = None,
+        path: str = "",
+        may_be_empty: bool = False,
+    ) -> llguidance.LLMatcher:
+        matcher, fault = self._try(grammar, may_be_empty)
+        if fault is None:
+            return matcher
+        if schema is not None:
+            place = find_fault(schema, lambda part: self._try(_json_grammar(part, whitespace), False)[1])
+            fault = f"{path}{place or '/'}: {fault}"
+        self._refuse(field, fault)
+
+    def _try(self, grammar: str, may_be_empty: bool) -> tuple[llguidance.LLMatcher, str | None]:
+        """The matcher, and what is wrong with it."""
+        matcher = self._matcher(grammar)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            return matcher, _words(matcher.get_error())
+        if not may_be_empty and self._only_ends(matcher):
+            return matcher, "only an empty answer satisfies it"
+        return matcher, None
+
+    def _only_ends(self, matcher: llguidance.LLMatcher) -> bool:
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        for token_id in self.end_token_ids:
+            allowed &= ~(1 << token_id)
+        return allowed == 0
+
+    def _refuse(self, field: str, words: str) -> NoReturn:
+        raise RequestError(f"{PARAM}.{field}: {words}.", param=f"{PARAM}.{field}")
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it: the bytes of each token, and a function that encodes."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_id: int) -> None:
+        self.eos_token_id = end_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(token_id for token_id in tokenizer.special_token_ids if token_id < vocab_size)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _json_grammar(schema: Schema, whitespace: str | None) -> str:
+    return f'{{"grammars": [{{"json_schema": {_with_options(schema, whitespace)}}}]}}'
+
+
+def _with_options(schema: Schema, whitespace: str | None) -> str:
+    options = {
+        "whitespace_flexible": True,
+        "whitespace_pattern": WHITESPACE if whitespace is None else whitespace,
+        "json_allowed_escapes": ESCAPES,
+        "json_allow_general_unicode_escapes": False,
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+    assert schema is not False, "refused before"
+    return json.dumps({**({} if schema is True else schema), "x-guidance": options})
+
+
+def _lark(grammar: str) -> str:
+    # Wrapped, so that a text which looks like JSON is not taken for a list of grammars.
+    return json.dumps({"grammars": [{"lark_grammar": grammar}]})
+
+
+def _user_grammar(grammar: str) -> str:
+    """A grammar in Lark's notation, from either."""
+    if sum(1 for line in grammar.splitlines() if line.strip()) > MAX_GRAMMAR_LINES:
+        raise RequestError(f"{PARAM}.grammar has more than {MAX_GRAMMAR_LINES} lines.", param=f"{PARAM}.grammar")
+    if _IS_LARK.search(grammar):
+        return grammar
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # The converter raises `Exception` itself for what is wrong with the grammar.
+        words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
+        raise RequestError(
+            f"{PARAM}.grammar is neither Lark (a rule `start: ...`) nor EBNF (a rule `root ::= ...`): {words}.",
+            param=f"{PARAM}.grammar",
+        ) from None
+
+
+def _literal(text: str) -> str:
+    """A string in Lark's notation."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(
+        character if character.isprintable() or ord(character) > 0xFFFF else f"\\u{ord(character):04x}"
+        for character in quoted
+    )
+
+
+def _words(error: str) -> str:
+    """What the compiler says, without the grammar that it made of the request."""
+    if error.startswith("NoExtension"):
+        return "no text satisfies it"
+    if error.startswith("oneOf"):
+        return "it cannot be seen that no two of these schemas hold at once"
+    lines: list[str] = []
+    for line in _PLACE.sub("", error.replace("<non-verbose/>", "")).splitlines():
+        if _SOURCE_LINE.match(line):
+            break
+        lines.append(line.strip())
+    return " ".join(filter(None, lines))[:300].rstrip(".")

@@ -1,0 +1,380 @@
+"""Answers that keep a form: which tokens may be sampled next, by a grammar for each request.
+
+`StructuredOutputs` compiles grammars in threads and fills a step's masks; a `Grammar` follows one sequence. The
+compiler of grammars (llguidance) and its view of the vocabulary are loaded by the first request that has one. This
+module does not know how requests are scheduled.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from trioengine.config.engine import ReasoningParser
+from trioengine.core.executor import TokenMasks
+from trioengine.core.structured.compiler import CompilerThreads, Job
+from trioengine.core.structured.reasoning import MARKERS, MAX_TAIL_TOKENS, EndFinder, reasoning_ended_in_prompt
+from trioengine.errors import EngineGenerateError, TrioEngineError
+from trioengine.tokenizer.tokenizer import Tokenizer
+from trioengine.types.structured import PARAM, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from trioengine.core.structured.matchers import MatcherCompiler
+
+MAX_CACHED_GRAMMARS = 128
+COMPILE_TIME_LIMIT_S = 10.0
+NUM_BUFFERS = 2
+"""Masks of one step may be in use while those of the next are filled."""
+
+
+@attrs.frozen
+class MaskEntry:
+    """A sequence that samples in a step."""
+
+    index: int
+    """In `StepPlan.scheduled`."""
+    grammar: "Grammar"
+    drafts: Sequence[int] = ()
+    """No more than the grammar's `num_allowed` of them."""
+
+
+@attrs.frozen
+class _Vocabulary:
+    """What the first structured request loads."""
+
+    tokenizer: Tokenizer
+    compiler: "MatcherCompiler"
+
+
+class Grammar:
+    """The form of one request's answer, and how far the answer is in it.
+
+    Nothing but `is_ready` and `error` may be used before it is ready. It is ready in the same call of
+    `StructuredOutputs.start` or `poll` that says so, never in between.
+    """
+
+    __slots__ = (
+        "_added_ends",
+        "_all_ends",
+        "_forced",
+        "_matcher",
+        "_own_ends",
+        "_prompt_tail",
+        "_reasoning",
+        "_reasoning_ended",
+        "_removed_ends",
+        "error",
+        "is_complete",
+    )
+
+    def __init__(self, prompt_tail: Sequence[int], end_token_ids: Sequence[int], reasoning_ended: bool | None) -> None:
+        """Wait for a matcher. Made by `StructuredOutputs.start` only."""
+        self.error: TrioEngineError | None = None
+        """Why the request must end: the grammar did not compile, or it went past a limit later."""
+        self.is_complete = False
+        """Whether the answer is whole and nothing can follow. Without a token for it, so that it also ends where the
+        end-of-text token is ignored or must not come yet."""
+        self._matcher: LLMatcher | None = None
+        self._prompt_tail = prompt_tail
+        self._own_ends = frozenset(end_token_ids)
+        self._all_ends = self._own_ends
+        self._removed_ends: tuple[int, ...] = ()
+        self._added_ends: tuple[int, ...] = ()
+        self._reasoning_ended = reasoning_ended
+        self._reasoning: EndFinder | None = None
+        """Set while the model reasons, which is free."""
+        self._forced: list[int] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the request may run."""
+        return self._matcher is not None
+
+    def forced_tokens(self, max_tokens: int) -> list[int]:
+        """The tokens that must come next, at most so many: as drafts they are certain to be accepted, and no model is
+        needed to find them."""
+        if self._reasoning is not None or self.is_complete or max_tokens <= 0:
+            return []
+        return self._all_forced()[:max_tokens]
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, the form allows next."""
+        if self._matcher is None or self.is_complete or not drafts:
+            return 0
+        if self._reasoning is None:
+            return self._matcher.validate_tokens(list(drafts))
+        num_free = self._reasoning.num_until_end(drafts)
+        if num_free is None or num_free == len(drafts):
+            return len(drafts)
+        return num_free + self._matcher.validate_tokens(list(drafts[num_free:]))
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Go on by the tokens that the answer got.
+
+        Returns how many of them belong to it. Those behind came after its end and must be dropped. `is_complete` and
+        `error` may be set afterwards.
+        """
+        assert self._matcher is not None
+        self._forced = None
+        for index, token_id in enumerate(token_ids):
+            if self.is_complete or self.error is not None:
+                return index
+            if self._reasoning is not None:
+                if self._reasoning.feed(token_id):
+                    self._reasoning = None
+            elif token_id in self._all_ends and self._matcher.is_accepting():
+                self.is_complete = True
+                if token_id not in self._own_ends:
+                    return index
+            else:
+                self._consume(token_id)
+        return len(token_ids)
+
+    def _consume(self, token_id: int) -> None:
+        assert self._matcher is not None
+        if self._matcher.try_consume_tokens([token_id]) == 1:
+            self.is_complete = self._matcher.is_stopped()
+        else:
+            # Masks forbid it: other rules of the request have left nothing that they allow.
+            self.error = EngineGenerateError(f"Token {token_id} does not fit the form that {PARAM} asks for.")
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        assert self._matcher is not None
+        if self.error is None and self._matcher.is_error():
+            self.is_complete = False
+            self.error = EngineGenerateError(
+                f"The grammar of {PARAM} became too complex: {self._matcher.get_error().splitlines()[0][:200]}."
+            )
+
+    def _all_forced(self) -> list[int]:
+        assert self._matcher is not None
+        if self._forced is None:
+            self._forced = self._matcher.compute_ff_tokens()
+        return self._forced
+
+    def _begin(self, matcher: "LLMatcher", vocabulary: _Vocabulary, parser: ReasoningParser | None) -> None:
+        ends = frozenset(vocabulary.compiler.end_token_ids)
+        self._all_ends = self._own_ends | ends
+        self._removed_ends = tuple(ends - self._own_ends)
+        self._added_ends = tuple(self._own_ends - ends)
+        if parser is not None:
+            markers = MARKERS[parser]
+            ended = self._reasoning_ended
+            if ended is None:
+                ended = reasoning_ended_in_prompt(markers, self._prompt_tail, vocabulary.tokenizer)
+            self._reasoning = None if ended else EndFinder(markers.end, vocabulary.tokenizer)
+        self._prompt_tail = ()
+        self._matcher = matcher
+
+    def _num_rows(self, drafts: Sequence[int]) -> int:
+        """How many rows of masks it needs: none while all of them are free."""
+        if self._reasoning is not None and self._reasoning.num_until_end(drafts) is None:
+            return 0
+        return 1 + len(drafts)
+
+    def _fill(self, rows: NDArray[np.uint32], address: int, drafts: Sequence[int], everything: int) -> None:
+        """Fill one row for the next token and one for what follows each draft.
+
+        Args:
+            rows: [1 + len(drafts), words].
+            address: of `rows`.
+            drafts: no more than are allowed.
+            everything: the last word of a row that allows all tokens.
+        """
+        matcher = self._matcher
+        assert matcher is not None
+        num_free = 0
+        if self._reasoning is not None:
+            num_free = self._reasoning.num_until_end(drafts) or 0
+            rows[:num_free] = 0xFFFFFFFF
+            rows[:num_free, -1] = everything
+        num_consumed = 0
+        forced = self._all_forced() if drafts and not num_free else []
+        for position in range(num_free, len(rows)):
+            row = rows[position]
+            if position < min(len(forced), len(drafts)) and list(drafts[: position + 1]) == forced[: position + 1]:
+                row[:] = 0
+                row[forced[position] >> 5] = 1 << (forced[position] & 31)
+            else:
+                matcher.unsafe_compute_mask_ptr(address + position * rows.strides[0], rows.strides[0])
+                if self._removed_ends or self._added_ends:
+                    self._set_ends(row)
+            if position < len(drafts):
+                if matcher.try_consume_tokens([drafts[position]]) != 1:
+                    # Not allowed, so this row refuses it and what follows is never sampled.
+                    rows[position + 1 :] = row
+                    break
+                num_consumed += 1
+        if num_consumed:
+            matcher.rollback(num_consumed)
+        self._check_limits()
+
+    def _set_ends(self, row: NDArray[np.uint32]) -> None:
+        """Allow this request's own end tokens where the text may end, and no others."""
+        assert self._matcher is not None
+        if not self._matcher.is_accepting():
+            return
+        before = row.copy()
+        for token_id in self._removed_ends:
+            row[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+        for token_id in self._added_ends:
+            row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        if not row.any():
+            # It can only end, which the matcher did not know at the last token. `accept` drops the token.
+            row[:] = before
+
+
+class StructuredOutputs:
+    """All grammars of one core. Cheap until the first is asked for."""
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Tokenizer],
+        *,
+        vocab_size: int,
+        reasoning_parser: ReasoningParser | None = None,
+        wake: Callable[[], None] = lambda: None,
+        compile_time_limit_s: float = COMPILE_TIME_LIMIT_S,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            load_tokenizer: called once, in a thread, when the first grammar is compiled.
+            vocab_size: how many tokens can be sampled.
+            reasoning_parser: how the model marks its reasoning, which no grammar binds.
+            wake: called by a thread when `poll` has something to return.
+            compile_time_limit_s: for each grammar.
+        """
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._reasoning_parser = reasoning_parser
+        self._vocabulary: _Vocabulary | None = None
+        self._threads = CompilerThreads[StructuredOutputsParams, "LLMatcher"](
+            self._compile, prepare=self._load, wake=wake, time_limit_s=compile_time_limit_s
+        )
+        self._cache: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._waiting: dict[StructuredOutputsParams, tuple[Job[StructuredOutputsParams, LLMatcher], list[Grammar]]] = {}
+        self._buffers: deque[NDArray[np.int32]] = deque()
+        self._num_words = -(-vocab_size // 32)
+        self._last_word = 0xFFFFFFFF >> (-vocab_size % 32)
+
+    def start(
+        self,
+        params: StructuredOutputsParams,
+        prompt_token_ids: Sequence[int],
+        end_token_ids: Sequence[int],
+        reasoning_ended: bool | None = None,
+    ) -> Grammar:
+        """Return the grammar of a new request; it is ready at once when another had the same form. Never waits.
+
+        Args:
+            params: the form.
+            prompt_token_ids: the prompt, of which the end says whether the model's reasoning is over.
+            end_token_ids: the tokens that end this request's answer; none where they are ignored.
+            reasoning_ended: says so instead of the prompt.
+
+        Raises:
+            RequestError: the form cannot be kept, as far as is known without compiling it.
+            UnavailableError: too many grammars take too long to compile.
+        """
+        params.validate()
+        grammar = Grammar(tuple(prompt_token_ids[-MAX_TAIL_TOKENS:]), end_token_ids, reasoning_ended)
+        compiled = self._cache.get(params)
+        if compiled is not None:
+            self._cache.move_to_end(params)
+            self._begin(grammar, compiled)
+        elif params in self._waiting:
+            self._waiting[params][1].append(grammar)
+        else:
+            self._waiting[params] = (self._threads.submit(params), [grammar])
+        return grammar
+
+    def poll(self) -> Sequence[Grammar]:
+        """The grammars that have become ready, or have failed, since the last call."""
+        ended: list[Grammar] = []
+        for job in self._threads.take_ended():
+            if job.key not in self._waiting or self._waiting[job.key][0] is not job:
+                continue
+            _, grammars = self._waiting.pop(job.key)
+            if job.compiled is not None:
+                self._cache[job.key] = job.compiled
+                if len(self._cache) > MAX_CACHED_GRAMMARS:
+                    self._cache.popitem(last=False)
+            for grammar in grammars:
+                if job.compiled is not None:
+                    self._begin(grammar, job.compiled)
+                grammar.error = job.error
+            ended += grammars
+        return ended
+
+    def abandon(self, grammar: Grammar) -> None:
+        """Forget a grammar whose request has ended before it was ready."""
+        for params, (job, grammars) in self._waiting.items():
+            if grammar in grammars:
+                grammars.remove(grammar)
+                if not grammars:
+                    job.is_wanted = False
+                    del self._waiting[params]
+                return
+
+    def masks(self, entries: Sequence[MaskEntry]) -> TokenMasks | None:
+        """Return what may be sampled by these sequences in the next step; None where all is free.
+
+        Valid until the call after the next. Afterwards `error` is set for grammars that went past a limit; their rows
+        allow only the end of the text, and the others' are unaffected.
+        """
+        counts = [entry.grammar._num_rows(entry.drafts) for entry in entries]  # pyright: ignore[reportPrivateUsage]
+        num_rows = sum(counts)
+        if not num_rows:
+            return None
+        bits = self._buffer(num_rows)
+        rows = bits.view(np.uint32)
+        address = bits.ctypes.data
+        row_bytes = bits.strides[0]
+        first_rows: dict[int, int] = {}
+        first = 0
+        for entry, count in zip(entries, counts, strict=True):
+            if count:
+                first_rows[entry.index] = first
+                entry.grammar._fill(  # pyright: ignore[reportPrivateUsage]
+                    rows[first : first + count], address + first * row_bytes, entry.drafts, self._last_word
+                )
+                first += count
+        return TokenMasks(first_rows, bits)
+
+    def close(self) -> None:
+        """Let the threads end. Idempotent."""
+        self._threads.close()
+
+    def _load(self) -> None:
+        """In a thread: what is needed to compile anything."""
+        if self._vocabulary is None:
+            from trioengine.core.structured.matchers import MatcherCompiler
+
+            tokenizer = self._load_tokenizer()
+            self._vocabulary = _Vocabulary(tokenizer, MatcherCompiler(tokenizer, self._vocab_size))
+
+    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """In a thread."""
+        assert self._vocabulary is not None
+        return self._vocabulary.compiler.compile(params)
+
+    def _begin(self, grammar: Grammar, compiled: "LLMatcher") -> None:
+        assert self._vocabulary is not None
+        grammar._begin(compiled.deep_copy(), self._vocabulary, self._reasoning_parser)  # pyright: ignore[reportPrivateUsage]
+
+    def _buffer(self, num_rows: int) -> NDArray[np.int32]:
+        if len(self._buffers) < NUM_BUFFERS or len(self._buffers[0]) < num_rows:
+            buffer = np.zeros((max(num_rows, 8), self._num_words), np.int32)
+            if len(self._buffers) == NUM_BUFFERS:
+                self._buffers.popleft()
+        else:
+            buffer = self._buffers.popleft()
+        self._buffers.append(buffer)
+        return buffer[:num_rows]
