@@ -7,7 +7,7 @@ import trio
 
 from trioengine.cli.options import add_engine_options, engine_config_from
 from trioengine.cli.progress import Progress
-from trioengine.cli.sampling import add_sampling_options, sampling_from
+from trioengine.cli.sampling import add_sampling_options, add_structure_options, sampling_from
 from trioengine.client import open_engine
 from trioengine.client.interface import EngineClient
 from trioengine.config import EngineConfig
@@ -16,7 +16,7 @@ from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The prompt, MODEL, sampling and engine options."""
+    """The prompt, MODEL, sampling, structure and engine options."""
     parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads standard input")
     parser.add_argument(
         "--chat",
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="treat PROMPT as a user's message, not as a text to continue. Default: where the model has a template.",
     )
     add_sampling_options(parser)
+    add_structure_options(parser)
     add_engine_options(parser)
 
 

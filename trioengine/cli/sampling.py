@@ -4,6 +4,7 @@ import argparse
 from typing import Any, cast
 
 from trioengine.types.params import RequestOutputKind, SamplingParams
+from trioengine.types.structured import StructuredOutputsParams
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,17 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_structure_options(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the forms that an answer may be given at a terminal."""
+    group = parser.add_argument_group("structure").add_mutually_exclusive_group()
+
+    def add(flag: str, metavar: str, help_text: str) -> None:
+        group.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
+
+    add("--json-schema", "JSON", "the answer is JSON of this schema")
+    add("--grammar", "TEXT", "the answer is of this grammar, in Lark's or in EBNF (GBNF) notation")
+
+
 def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
     """The parameters that were given, for a stream of deltas.
 
@@ -34,6 +46,9 @@ def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
     given = {name: value for name, value in vars(arguments).items() if name in names}
     values = cast("dict[str, Any]", {"max_tokens": None, **given, "output_kind": RequestOutputKind.DELTA})
+    schema, grammar = getattr(arguments, "json_schema", None), getattr(arguments, "grammar", None)
+    if schema is not None or grammar is not None:
+        values["structured_outputs"] = StructuredOutputsParams(json=schema, grammar=grammar)
     params = SamplingParams(**values)
     params.validate()
     return params

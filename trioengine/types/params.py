@@ -152,6 +152,8 @@ class SamplingParams:
         self._validate_stops()
         self._validate_bad_words()
         self._validate_logits_processors()
+        if self.structured_outputs is not None:
+            self.structured_outputs.validate()
         for token_id, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 

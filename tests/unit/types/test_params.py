@@ -176,6 +176,12 @@ def test_two_rules_that_may_leave_no_token_are_refused_together() -> None:
     assert caught.value.param == "allowed_token_ids"
 
 
+def test_the_form_of_the_answer_is_checked_too() -> None:
+    SamplingParams(structured_outputs=StructuredOutputsParams(regex="x+")).validate()
+    with pytest.raises(RequestError, match="exactly one"):
+        SamplingParams(structured_outputs=StructuredOutputsParams()).validate()
+
+
 def test_arguments_of_logits_processors_are_kept_as_json() -> None:
     assert SamplingParams(logits_processors={"a": {"x": 1}}) == SamplingParams(logits_processors={"a": '{"x": 1}'})
 
