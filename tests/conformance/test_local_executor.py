@@ -1,7 +1,9 @@
 """`LocalExecutor` keeps the promises of an `Executor`, with a real model's arithmetic on each backend."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import attrs
 import pytest
 
 pytest.importorskip("torch")
@@ -11,15 +13,70 @@ from trioengine_kernels.native.library import ThreadPool
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.models.loader import open_checkpoint
 from trioengine.models.native_ops import NativeModel, load_native_model
-from trioengine.testing.executor_conformance import CHECKS, Check, Subject
+from trioengine.models.torch_ops import TorchModel
+from trioengine.testing.executor_conformance import (
+    CHECKS,
+    DRAFT_CHECKS,
+    OFFLOAD_CHECKS,
+    SHARING_CHECKS,
+    STEP_CHECKS,
+    Check,
+    Subject,
+)
 from trioengine.testing.native import native_library
-from trioengine.testing.tiny_model import tiny_model, write_gguf
+from trioengine.testing.tiny_model import native_copy, random_model, tiny_config, tiny_model, write_gguf
+from trioengine.worker.backend import Backend
 from trioengine.worker.executor import LocalExecutor
+from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
 from trioengine.worker.native_backend import NativeBackend
 from trioengine.worker.torch_backend import TorchBackend
 
 MODEL = tiny_model()
+WINDOWED = random_model(
+    attrs.evolve(tiny_config(), num_layers=3, layer_windows=(None, 9, 30)),
+)
+"""Three KV groups."""
 NUM_BLOCKS = 24
+NUM_SLOTS = 4
+MakeStore = Callable[[Backend], OffloadStore | None]
+
+
+def no_store(backend: Backend) -> None:
+    return None
+
+
+def slot_bytes(backend: Backend) -> Sequence[int]:
+    return [backend.kv_block(group, 0).nbytes for group in range(len(backend.kv_cache_groups))]
+
+
+def torch_subject(model: TorchModel, block_size: int, make_store: MakeStore = no_store) -> Subject:
+    num_blocks = [NUM_BLOCKS] * len(model.config.kv_groups)
+
+    def make() -> LocalExecutor:
+        backend = TorchBackend(model, reload=lambda: model, num_blocks=num_blocks, block_size=block_size)
+        return LocalExecutor(backend, offload_store=make_store(backend))
+
+    return Subject(make=make, block_size=block_size, vocab_size=model.config.vocab_size)
+
+
+def native_subject(model: NativeModel, block_size: int, num_threads: int, make_store: MakeStore = no_store) -> Subject:
+    library = native_library()
+    num_blocks = [NUM_BLOCKS] * len(model.config.kv_groups)
+
+    def make() -> LocalExecutor:
+        backend = NativeBackend(
+            model,
+            library,
+            ThreadPool(library, num_threads),
+            reload=lambda: model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_tokens=256,
+            max_logit_rows=32,
+        )
+        return LocalExecutor(backend, offload_store=make_store(backend))
+
+    return Subject(make=make, block_size=block_size, vocab_size=model.config.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +93,40 @@ def native_model(tmp_path_factory: pytest.TempPathFactory) -> NativeModel:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_torch(check: Check, block_size: int) -> None:
     """The promises that every executor makes."""
-
-    def make() -> LocalExecutor:
-        backend = TorchBackend(MODEL, reload=lambda: MODEL, num_blocks=[NUM_BLOCKS], block_size=block_size)
-        return LocalExecutor(backend)
-
-    assert check(Subject(make=make, block_size=block_size, vocab_size=MODEL.config.vocab_size)) is None
+    assert check(torch_subject(MODEL, block_size)) is None
 
 
 @pytest.mark.parametrize(("block_size", "num_threads"), [(16, 1), (16, 3), (32, 2)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_native(check: Check, block_size: int, num_threads: int, native_model: NativeModel) -> None:
     """The promises that every executor makes."""
-    library = native_library()
+    assert check(native_subject(native_model, block_size, num_threads)) is None
 
-    def make() -> LocalExecutor:
-        backend = NativeBackend(
-            native_model,
-            library,
-            ThreadPool(library, num_threads),
-            reload=lambda: native_model,
-            num_blocks=[NUM_BLOCKS],
-            block_size=block_size,
-            max_tokens=256,
-            max_logit_rows=32,
-        )
-        return LocalExecutor(backend)
 
-    assert check(Subject(make=make, block_size=block_size, vocab_size=MODEL.config.vocab_size)) is None
+@pytest.mark.parametrize("check", [*STEP_CHECKS, *DRAFT_CHECKS, *SHARING_CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_groups_of_layers_with_windows(check: Check, backend: str) -> None:
+    """The same, where each group of layers has blocks of its own."""
+    if backend == "torch":
+        subject = torch_subject(WINDOWED, 16)
+    else:
+        subject = native_subject(native_copy(WINDOWED), 16, 2)
+    assert check(subject) is None
+
+
+@pytest.mark.parametrize("check", OFFLOAD_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_offload(check: Check, store: str, backend: str, tmp_path: Path) -> None:
+    """The promises of every executor with an offload store."""
+
+    def make_store(backend: Backend) -> OffloadStore:
+        if store == "memory":
+            return MemoryOffloadStore(NUM_SLOTS, slot_bytes(backend))
+        return DiskOffloadStore(NUM_SLOTS, slot_bytes(backend), tmp_path / "offload")
+
+    if backend == "torch":
+        subject = torch_subject(WINDOWED, 4, make_store)
+    else:
+        subject = native_subject(native_copy(WINDOWED), 16, 2, make_store)
+    assert check(subject) is None
