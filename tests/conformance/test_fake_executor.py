@@ -3,7 +3,7 @@
 import pytest
 
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan
-from trioengine.testing.executor_conformance import CHECKS, Check, Subject
+from trioengine.testing.executor_conformance import CHECKS, OFFLOAD_CHECKS, Check, Subject
 from trioengine.testing.fake_executor import Fail, FakeExecutor, generate_alone
 from trioengine.types.params import SamplingParams
 
@@ -12,6 +12,16 @@ from trioengine.types.params import SamplingParams
 def test_conformance(check: Check) -> None:
     """The promises that every executor makes."""
     assert check(Subject(make=FakeExecutor, block_size=4, vocab_size=1000)) is None
+
+
+@pytest.mark.parametrize("check", OFFLOAD_CHECKS, ids=lambda check: check.__name__)
+def test_offload(check: Check) -> None:
+    """The promises of every executor with an offload store."""
+
+    def make() -> FakeExecutor:
+        return FakeExecutor(num_offload_blocks=4)
+
+    assert check(Subject(make=make, block_size=4, vocab_size=1000)) is None
 
 
 def _new(sequence_id: int, *token_ids: int) -> NewSequence:
@@ -31,7 +41,7 @@ FIRST = StepPlan(0, [ScheduledSequence(0, 0, 2, [0])], [_new(0, 1, 2)])
         (StepPlan(1, [], [_new(0, 1)]), "new twice"),
         (StepPlan(1, [], [_new(1)]), "no tokens"),
         (StepPlan(1, [], [_new(1, 1000)]), "not in the vocabulary"),
-        (StepPlan(1, [ScheduledSequence(1, 0, 1, [0])], [_new(1, 1)]), "belongs to sequence 0"),
+        (StepPlan(1, [ScheduledSequence(1, 0, 1, [0])], [_new(1, 3)]), "belongs to sequence 0"),
         (StepPlan(1, [ScheduledSequence(0, 2, 1, [0])]), "in the table already"),
         (StepPlan(1, [ScheduledSequence(0, 2, 1, [64])]), "no such block"),
         (StepPlan(1, [ScheduledSequence(0, 1, 1)]), "not where"),

@@ -72,7 +72,7 @@ def native_subject(model: NativeModel, block_size: int, num_threads: int, make_s
             num_blocks=num_blocks,
             block_size=block_size,
             max_tokens=256,
-            max_logit_rows=32,
+            max_logit_rows=256,
         )
         return LocalExecutor(backend, offload_store=make_store(backend))
 
@@ -107,10 +107,7 @@ def test_native(check: Check, block_size: int, num_threads: int, native_model: N
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_groups_of_layers_with_windows(check: Check, backend: str) -> None:
     """The same, where each group of layers has blocks of its own."""
-    if backend == "torch":
-        subject = torch_subject(WINDOWED, 16)
-    else:
-        subject = native_subject(native_copy(WINDOWED), 16, 2)
+    subject = torch_subject(WINDOWED, 16) if backend == "torch" else native_subject(native_copy(WINDOWED), 16, 2)
     assert check(subject) is None
 
 

@@ -1,7 +1,8 @@
 """What every `Executor` promises, as checks that run against any of them.
 
 A test module makes a `Subject` and runs each of `CHECKS` on it, or of its parts `STEP_CHECKS`, `DRAFT_CHECKS`,
-`SHARING_CHECKS` and `SAMPLING_CHECKS` (for executors that know every rule of `SamplingParams`):
+`SHARING_CHECKS`, `SLEEP_CHECKS` and `SAMPLING_CHECKS` (for executors that know every rule of `SamplingParams`).
+`OFFLOAD_CHECKS` are for executors with an offload store of at least 4 blocks:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_conformance(check: Check) -> None:
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from trioengine.core.executor import (
     NO_TOKEN,
+    BlockCopy,
     Executor,
     NewSequence,
     ScheduledSequence,
@@ -219,10 +221,100 @@ def check_close_twice(subject: Subject) -> None:
     """`close` may come again, and while sequences are known."""
     executor = subject.make()
     new = NewSequence(0, subject.prompt(2), 2, GREEDY, seed=0)
-    executor.submit(StepPlan(0, [ScheduledSequence(0, 0, 2, [0])], [new]))
+    block_ids = [0] * len(executor.kv_cache_groups)
+    executor.submit(StepPlan(0, [ScheduledSequence(0, 0, 2, block_ids)], [new]))
     assert len(executor.result().tokens) == 1
     executor.close()
     executor.close()
+
+
+# Sleep
+
+
+def check_generation_is_the_same_after_sleep(subject: Subject) -> None:
+    """At both levels, whatever wakes first."""
+    prompt = subject.prompt(2 * subject.block_size + 1)
+    expected = _generate(subject, prompt)
+    with _session(subject) as session:
+        for level in (1, 2):
+            for wakes in ([("weights", "kv_cache")], [("weights",), ("kv_cache",)], [("kv_cache",), ("weights",)]):
+                sequence_id = session.add(prompt)
+                assert session.generate(sequence_id, len(expected)) == expected
+                assert session.step(remove=[sequence_id]) == []
+                session.executor.sleep(level)
+                for tags in wakes:
+                    session.executor.wake_up(tags)
+        assert session.generate(session.add(prompt), len(expected)) == expected
+
+
+# The offload store
+
+
+def check_saved_blocks_come_back(subject: Subject) -> None:
+    """Content that was saved, overwritten and loaded into other blocks gives the same tokens."""
+    prompt = subject.prompt(2 * subject.block_size + 1)
+    other = subject.prompt(3 * subject.block_size, start=7)
+    with _session(subject) as session:
+        first_id = session.add(prompt)
+        expected = session.generate(first_id, 5)
+        blocks = session.blocks(first_id)[:2]
+        session.run(attrs.evolve(session.plan({}, remove=[first_id]), saves=session.copies(blocks, [3, 1])))
+        other_id = session.add(other)
+        assert session.generate(other_id, 2) == _generate(subject, other, num_tokens=2)
+        assert {*blocks} <= {*session.blocks(other_id)}
+        second_id = session.add(prompt)
+        session.reserve(second_id, len(prompt))
+        session.skip(second_id, 2)
+        loads = session.copies(session.blocks(second_id)[:2], [3, 1])
+        result = session.run(attrs.evolve(session.plan({second_id: None}), loads=loads))
+        assert not result.failed_loads
+        session.take_in([second_id], result)
+        assert [*result.tokens, *session.generate(second_id, 4)] == expected
+
+
+def check_blocks_are_saved_and_loaded_before_a_step_changes_them(subject: Subject) -> None:
+    """A step may save blocks of a sequence that it removes, load them into others, and compute in the saved ones."""
+    prompt = subject.prompt(subject.block_size + 1)
+    other = subject.prompt(2 * subject.block_size + 1, start=7)
+    with _session(subject) as session:
+        first_id = session.add(prompt)
+        expected = session.generate(first_id, 3)
+        block = session.blocks(first_id)[0]
+        session.forget(first_id)
+        other_id, second_id = session.add(other), session.add(prompt)
+        session.reserve(other_id, len(other))
+        assert block in session.blocks(other_id)
+        session.reserve(second_id, len(prompt))
+        session.skip(second_id, 1)
+        plan = attrs.evolve(
+            session.plan({other_id: None, second_id: None}),
+            saves=session.copies([block], [0]),
+            loads=session.copies(session.blocks(second_id)[:1], [0]),
+        )
+        result = session.run(plan)
+        session.take_in([other_id, second_id], result)
+        assert result.tokens[1] == expected[0]
+        assert session.generate(second_id, 2) == expected[1:]
+        assert [result.tokens[0], *session.generate(other_id, 2)] == _generate(subject, other, num_tokens=3)
+
+
+def check_what_was_saved_last_is_loaded(subject: Subject) -> None:
+    """A slot is written again and again; a load leaves it as it is."""
+    prompts = [subject.prompt(subject.block_size + 1, start) for start in range(3)]
+    with _session(subject) as session:
+        for prompt in prompts:
+            sequence_id = session.add(prompt)
+            expected = session.generate(sequence_id, 3)
+            saves = session.copies(session.blocks(sequence_id)[:1], [2])
+            session.run(attrs.evolve(session.plan({}, remove=[sequence_id]), saves=saves))
+        for _ in range(2):
+            again_id = session.add(prompts[-1])
+            session.reserve(again_id, len(prompts[-1]))
+            session.skip(again_id, 1)
+            loads = session.copies(session.blocks(again_id)[:1], [2])
+            result = session.run(attrs.evolve(session.plan({again_id: None}), loads=loads))
+            session.take_in([again_id], result)
+            assert [*result.tokens, *session.generate(again_id, 2)] == expected
 
 
 # Drafts
@@ -527,7 +619,13 @@ SAMPLING_CHECKS: Sequence[Check] = (
     check_prompt_logprobs_are_of_the_prompts_tokens,
     check_prompt_logprobs_without_an_answer,
 )
-CHECKS: Sequence[Check] = (*STEP_CHECKS, *DRAFT_CHECKS, *SHARING_CHECKS, *SAMPLING_CHECKS)
+SLEEP_CHECKS: Sequence[Check] = (check_generation_is_the_same_after_sleep,)
+CHECKS: Sequence[Check] = (*STEP_CHECKS, *DRAFT_CHECKS, *SHARING_CHECKS, *SLEEP_CHECKS, *SAMPLING_CHECKS)
+OFFLOAD_CHECKS: Sequence[Check] = (
+    check_saved_blocks_come_back,
+    check_blocks_are_saved_and_loaded_before_a_step_changes_them,
+    check_what_was_saved_last_is_loaded,
+)
 
 
 def _mask_bits(subject: Subject, *rows: Sequence[int]) -> NDArray[np.int32]:
@@ -575,8 +673,11 @@ class _Session:
     """Writes plans, in the place of a scheduler: blocks from a list, sequences by hand."""
 
     def __init__(self, executor: Executor, block_size: int) -> None:
-        self.free_block_ids = list(range(executor.kv_cache_groups[0].num_blocks))
-        self._executor = executor
+        self.executor = executor
+        self._num_groups = len(executor.kv_cache_groups)
+        self._num_blocks = min(group.num_blocks for group in executor.kv_cache_groups)
+        self.free_block_ids = list(range(self._num_blocks))
+        """Of the first group; the others' ids are made of it."""
         self._block_size = block_size
         self._live: dict[int, _Live] = {}
         self._num_sequences = 0
@@ -603,8 +704,24 @@ class _Session:
         live = self._live[sequence_id] = _Live(new, list(prompt))
         if shares is not None:
             live.block_table = self._live[shares].block_table[:num_shared_blocks]
-            live.num_computed_tokens = num_shared_blocks * self._block_size
+            self.skip(sequence_id, num_shared_blocks)
         return sequence_id
+
+    def skip(self, sequence_id: int, num_blocks: int) -> None:
+        """Begin a new sequence behind its first blocks, which hold what is to be in them."""
+        self._live[sequence_id].num_computed_tokens = num_blocks * self._block_size
+
+    def blocks(self, sequence_id: int) -> list[int]:
+        """A sequence's blocks."""
+        return self._live[sequence_id].block_table
+
+    def copies(self, blocks: Sequence[int], slots: Sequence[int]) -> list[BlockCopy]:
+        """Of blocks to or from slots of the offload store, in every group."""
+        return [
+            BlockCopy(group, self._id(block, group), slot)
+            for block, slot in zip(blocks, slots, strict=True)
+            for group in range(self._num_groups)
+        ]
 
     def reserve(self, sequence_id: int, num_tokens: int) -> None:
         """Choose a sequence's blocks for so many tokens before a plan needs them."""
@@ -615,7 +732,7 @@ class _Session:
     def readd(self, sequence_id: int) -> None:
         """Preempt a sequence."""
         live = self._live[sequence_id]
-        self._forget(sequence_id)
+        self.forget(sequence_id)
         new = attrs.evolve(live.new, token_ids=list(live.token_ids))
         self._live[sequence_id] = _Live(new, live.token_ids)
 
@@ -629,7 +746,7 @@ class _Session:
         """A step of these sequences: so many tokens of each, or, with None, all that are known, and then drafts."""
         drafts = drafts or {}
         for sequence_id in remove:
-            self._forget(sequence_id)
+            self.forget(sequence_id)
         new = [self._live[sequence_id].new for sequence_id in num_tokens if not self._live[sequence_id].is_known]
         scheduled = [
             self._work(self._live[sequence_id], number, drafts.get(sequence_id, ()))
@@ -653,11 +770,11 @@ class _Session:
 
     def submit(self, plan: StepPlan) -> None:
         """Start a plan."""
-        self._executor.submit(plan)
+        self.executor.submit(plan)
 
     def fetch(self) -> StepResult:
         """The result of the oldest plan."""
-        return self._executor.result()
+        return self.executor.result()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a plan."""
@@ -700,7 +817,8 @@ class _Session:
         """A sequence's next tokens."""
         return [self.step(sequence_id)[0] for _ in range(num_tokens)]
 
-    def _forget(self, sequence_id: int) -> None:
+    def forget(self, sequence_id: int) -> None:
+        """Remove a sequence in the next plan. Its blocks are free now."""
         live = self._live.pop(sequence_id)
         if live.is_known:
             self._removed.append(sequence_id)
@@ -718,9 +836,13 @@ class _Session:
     def _new_blocks(self, live: _Live, num_tokens: int) -> Sequence[int]:
         """Those that the executor has not been told of."""
         self.reserve(live.new.sequence_id, num_tokens)
-        new_block_ids = live.block_table[live.num_given_blocks :]
+        new_blocks = live.block_table[live.num_given_blocks :]
         live.num_given_blocks = len(live.block_table)
-        return new_block_ids
+        return [self._id(block, group) for block in new_blocks for group in range(self._num_groups)]
+
+    def _id(self, block: int, group: int) -> int:
+        """No group's is another's."""
+        return (block + group) % self._num_blocks
 
 
 @contextmanager
