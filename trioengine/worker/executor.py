@@ -11,6 +11,7 @@ import numpy as np
 from trioengine.config.engine import LogprobsMode
 from trioengine.core.executor import BlockCopy, KVCacheGroup, ScheduledSequence, StepPlan, StepResult
 from trioengine.errors import UnavailableError
+from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.types.params import SamplingParams
 from trioengine.worker.backend import Backend, Memory
 from trioengine.worker.kv_offload import OffloadStore
@@ -33,6 +34,7 @@ class LocalExecutor:
         offload_store: OffloadStore | None = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         logits_processors: LogitsProcessors | None = None,
+        bad_words_rules: BadWordsRules | None = None,
         is_asynchronous: bool = False,
     ) -> None:
         self.kv_cache_groups: Sequence[KVCacheGroup] = backend.kv_cache_groups
@@ -42,7 +44,10 @@ class LocalExecutor:
         self._offload_store = offload_store
         self._logits_processors = logits_processors or LogitsProcessors({})
         self._runner: ModelRunner | None = ModelRunner(
-            backend, logprobs_mode=logprobs_mode, logits_processors=self._logits_processors
+            backend,
+            logprobs_mode=logprobs_mode,
+            logits_processors=self._logits_processors,
+            bad_words_rules=bad_words_rules,
         )
         self._thread = _StepThread(self._run) if is_asynchronous else None
         self._results: deque[StepResult] = deque()

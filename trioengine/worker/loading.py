@@ -18,6 +18,8 @@ from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, R
 from trioengine.errors import ConfigError, EngineStartError
 from trioengine.models.config import ModelConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
+from trioengine.tokenizer.bad_words import BadWordsRules
+from trioengine.tokenizer.tokenizer import load_tokenizer
 from trioengine.worker.backend import Backend
 from trioengine.worker.executor import LocalExecutor
 from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
@@ -141,6 +143,10 @@ def load_executor(
         offload_store=offload_store,
         logprobs_mode=logprobs_mode,
         logits_processors=LogitsProcessors.installed(),
+        bad_words_rules=BadWordsRules(
+            lambda skip_special_tokens: load_tokenizer(checkpoint.location).token_byte_table(skip_special_tokens),
+            checkpoint.config.vocab_size,
+        ),
         is_asynchronous=config.async_scheduling,
     )
 

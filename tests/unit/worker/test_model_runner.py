@@ -16,6 +16,7 @@ from trioengine.models.loader import LoadedModel  # noqa: E402
 from trioengine.models.torch_ops import TorchModel  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import native_copy, tiny_model  # noqa: E402
+from trioengine.tokenizer.bad_words import BadWordsRules  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
 from trioengine.worker.backend import Backend  # noqa: E402
 from trioengine.worker.model_runner import ModelRunner  # noqa: E402
@@ -58,8 +59,17 @@ def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(globals(), "make_backend", request.param)
 
 
+def token_byte_table(_: bool) -> Sequence[bytes]:
+    """Token 7 is written "<7>"."""
+    return [f"<{token_id}>".encode() for token_id in range(MODEL.config.vocab_size)]
+
+
 def make_runner(model: TorchModel = MODEL) -> ModelRunner:
-    return ModelRunner(make_backend(model))
+    return ModelRunner(make_backend(model), bad_words_rules=BadWordsRules(token_byte_table, model.config.vocab_size))
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(f"<{token_id}>" for token_id in tokens)
 
 
 class Session:
@@ -237,3 +247,41 @@ def test_top_k_minus_one_and_zero_are_off() -> None:
 def test_seeds_of_64_bits_differ() -> None:
     draws = {tuple(generate(prompt_of(5), 8, RANDOM, seed=seed)) for seed in (0, 1, 2**32, 2**63, 2**64 - 1)}
     assert len(draws) == 5
+
+
+def test_bad_words_are_not_written_and_neighbours_do_not_notice() -> None:
+    """Words of one token, of several, and of parts of tokens. The prompt takes no part."""
+    prompt = prompt_of(6)
+    for sampling in (GREEDY, RANDOM):
+        free = generate(prompt, 8, sampling)
+        for word in (f"<{free[0]}>", f"{free[1]}><{free[2]}", f"{text_of(free[2:6])}"):
+            assert word in text_of(free)
+            session = Session()
+            session.add(0, prompt, sampling)
+            session.add(1, prompt, attrs.evolve(sampling, bad_words=(word,)), seed=0)
+            session.run(8)
+            assert session.tokens[0] == free
+            assert word not in text_of(session.tokens[1])
+        word = f"<{prompt[-1]}><{free[0]}>"
+        assert generate(prompt, 8, attrs.evolve(sampling, bad_words=(word,))) == free
+
+
+def test_bad_words_are_not_written_after_a_preemption() -> None:
+    """What was generated before it counts as the answer."""
+    prompt = prompt_of(6)
+    free = generate(prompt, 4)
+    sampling = attrs.evolve(GREEDY, bad_words=(text_of(free[1:3]),))
+    whole = generate(prompt, 4, sampling)
+    assert whole[:2] == free[:2]
+    assert whole[2] != free[2]
+    assert generate(prompt + free[:2], 2, sampling, num_prompt_tokens=len(prompt)) == whole[2:]
+
+
+def test_without_a_tokenizer_a_sequence_with_bad_words_fails_alone() -> None:
+    session = Session()
+    session.runner = ModelRunner(make_backend(MODEL))
+    session.add(0, prompt_of(4))
+    session.add(1, prompt_of(4), attrs.evolve(GREEDY, bad_words=("x",)))
+    result = session.run()
+    assert [failure.sequence_id for failure in result.failures] == [1]
+    assert result.tokens[0] != NO_TOKEN
