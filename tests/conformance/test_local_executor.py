@@ -49,6 +49,10 @@ def slot_bytes(backend: Backend) -> Sequence[int]:
     return [backend.kv_block(group, 0).nbytes for group in range(len(backend.kv_cache_groups))]
 
 
+def memory_store(backend: Backend) -> OffloadStore:
+    return MemoryOffloadStore(NUM_SLOTS, slot_bytes(backend))
+
+
 def torch_subject(model: TorchModel, block_size: int, make_store: MakeStore = no_store) -> Subject:
     num_blocks = [NUM_BLOCKS] * len(model.config.kv_groups)
 
@@ -59,7 +63,14 @@ def torch_subject(model: TorchModel, block_size: int, make_store: MakeStore = no
     return Subject(make=make, block_size=block_size, vocab_size=model.config.vocab_size)
 
 
-def native_subject(model: NativeModel, block_size: int, num_threads: int, make_store: MakeStore = no_store) -> Subject:
+def native_subject(
+    model: NativeModel,
+    block_size: int,
+    num_threads: int,
+    make_store: MakeStore = no_store,
+    *,
+    is_asynchronous: bool = False,
+) -> Subject:
     library = native_library()
     num_blocks = [NUM_BLOCKS] * len(model.config.kv_groups)
 
@@ -74,7 +85,7 @@ def native_subject(model: NativeModel, block_size: int, num_threads: int, make_s
             max_tokens=256,
             max_logit_rows=256,
         )
-        return LocalExecutor(backend, offload_store=make_store(backend))
+        return LocalExecutor(backend, offload_store=make_store(backend), is_asynchronous=is_asynchronous)
 
     return Subject(make=make, block_size=block_size, vocab_size=model.config.vocab_size)
 
@@ -103,6 +114,13 @@ def test_native(check: Check, block_size: int, num_threads: int, native_model: N
     assert check(native_subject(native_model, block_size, num_threads)) is None
 
 
+@pytest.mark.parametrize("check", [*CHECKS, *OFFLOAD_CHECKS], ids=lambda check: check.__name__)
+def test_asynchronous(check: Check, native_model: NativeModel) -> None:
+    """The same, where a thread computes the steps."""
+    subject = native_subject(native_model, 16, 2, memory_store, is_asynchronous=True)
+    assert check(subject) is None
+
+
 @pytest.mark.parametrize("check", [*STEP_CHECKS, *DRAFT_CHECKS, *SHARING_CHECKS], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_groups_of_layers_with_windows(check: Check, backend: str) -> None:
@@ -117,11 +135,10 @@ def test_groups_of_layers_with_windows(check: Check, backend: str) -> None:
 def test_offload(check: Check, store: str, backend: str, tmp_path: Path) -> None:
     """The promises of every executor with an offload store."""
 
-    def make_store(backend: Backend) -> OffloadStore:
-        if store == "memory":
-            return MemoryOffloadStore(NUM_SLOTS, slot_bytes(backend))
+    def disk_store(backend: Backend) -> OffloadStore:
         return DiskOffloadStore(NUM_SLOTS, slot_bytes(backend), tmp_path / "offload")
 
+    make_store = memory_store if store == "memory" else disk_store
     if backend == "torch":
         subject = torch_subject(WINDOWED, 4, make_store)
     else:

@@ -302,6 +302,7 @@ def check_what_was_saved_last_is_loaded(subject: Subject) -> None:
     """A slot is written again and again; a load leaves it as it is."""
     prompts = [subject.prompt(subject.block_size + 1, start) for start in range(3)]
     with _session(subject) as session:
+        expected: list[int] = []
         for prompt in prompts:
             sequence_id = session.add(prompt)
             expected = session.generate(sequence_id, 3)
