@@ -150,7 +150,8 @@ async def open_engine(
     """
     config = EngineConfig() if config is None else config
     progress = _ignore_progress if on_progress is None else on_progress
-    location = await _find_model(config, progress)
+    location = await _find_model(config.model, progress)
+    draft_location = None if config.draft_model is None else await _find_model(config.draft_model, progress)
     with create_endpoint(env.variables()) as endpoint:
         bound = bind_router(endpoint)
         try:
@@ -160,6 +161,7 @@ async def open_engine(
                 page_fd=-1,
                 config=config,
                 model=location,
+                draft_model=draft_location,
                 options=core_options or {},
             )
             core = await CoreHandle.start(launch, core_module)
@@ -195,13 +197,13 @@ async def open_engine(
             bound.socket.close()
 
 
-async def _find_model(config: EngineConfig, progress: OnProgress) -> ModelLocation:
+async def _find_model(model: str | None, progress: OnProgress) -> ModelLocation:
     def report(fetched: FetchProgress) -> None:
         trio.from_thread.check_cancelled()  # Raises here, in the thread: the download ends then.
         trio.from_thread.run_sync(progress, "fetching the model", fetched.num_bytes / max(1, fetched.total_bytes))
 
     def find() -> ModelLocation:
-        return resolve_model(config.model, cache_dir=env.cache_dir(), progress=report)
+        return resolve_model(model, cache_dir=env.cache_dir(), progress=report)
 
     return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
 

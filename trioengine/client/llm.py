@@ -37,7 +37,10 @@ class LLM:
         config = EngineConfig(model=model, **cast(dict[str, Any], options))
         location = resolve_model(config.model, cache_dir=env.cache_dir())
         self._tokenizer = load_tokenizer(location)
-        self._built = build_engine_core(config, location)
+        draft_location = (
+            None if config.draft_model is None else resolve_model(config.draft_model, cache_dir=env.cache_dir())
+        )
+        self._built = build_engine_core(config, location, draft_location=draft_location)
         self._frontend = Frontend()
         self._input_processor = InputProcessor(self._tokenizer, self._built.ready.model)
 

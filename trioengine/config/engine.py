@@ -266,3 +266,8 @@ class EngineConfig:
         validator=number(0.0),
         metadata=documented("Seconds that a core which is asked to stop gets before it is terminated, then killed."),
     )
+
+    @property
+    def draft_model(self) -> str | None:
+        """The model that drafts, named as `model`; None where none does."""
+        return None if self.speculative_config is None else self.speculative_config.model

@@ -22,13 +22,23 @@ logger = logging.getLogger(__name__)
 
 def build_launched_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
     """The core that a core process runs."""
-    return build_engine_core(launch.config, launch.model, progress)
+    return build_engine_core(launch.config, launch.model, progress, draft_location=launch.draft_model)
 
 
 def build_engine_core(
-    config: EngineConfig, location: ModelLocation, progress: ReportProgress = lambda _stage, _fraction: None
+    config: EngineConfig,
+    location: ModelLocation,
+    progress: ReportProgress = lambda _stage, _fraction: None,
+    *,
+    draft_location: ModelLocation | None = None,
 ) -> BuiltCore:
     """Load a model, and a core around it.
+
+    Args:
+        config: how to run it.
+        location: of the model.
+        progress: called with a stage and a fraction.
+        draft_location: of `config.draft_model`.
 
     Raises:
         CheckpointError, ConfigError: the model or an option cannot work.
@@ -36,12 +46,14 @@ def build_engine_core(
     """
     env.let_compute_threads_sleep()
     progress("preparing the kernels", 0.0)
-    from trioengine.worker.loading import choose_computer, load_executor
+    from trioengine.worker.loading import choose_computer, load_executor, open_draft_checkpoint
 
     checkpoint = open_checkpoint(location)
     model = checkpoint.config
     computer = choose_computer(config, location)
-    resolved = resolve(config, computer.shape(model), computer.hardware_facts())
+    draft = None if draft_location is None else open_draft_checkpoint(config, draft_location, model)
+    shape = computer.shape(model, None if draft is None else draft.config)
+    resolved = resolve(config, shape, computer.hardware_facts())
     for reason in resolved.reasons.items():
         logger.debug("%s = %s", *reason)
     executor = load_executor(
@@ -49,11 +61,14 @@ def build_engine_core(
         resolved,
         computer,
         quantization=config.quantization,
+        kv_offload_path=config.kv_offload_path,
+        logprobs_mode=config.logprobs_mode,
+        draft=draft,
         report=lambda fraction: progress("loading the weights", fraction),
     )
     core = EngineCore(_core_config(config, resolved, model), executor)
     facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids, config.max_logprobs)
-    ready = Ready(facts, resolved.num_kv_blocks, resolved.block_size, dict(resolved.reasons))
+    ready = Ready(facts, max(resolved.num_kv_blocks), resolved.block_size, dict(resolved.reasons))
     return BuiltCore(core, ready, close=executor.close)
 
 
@@ -61,6 +76,7 @@ def _core_config(config: EngineConfig, resolved: ResolvedConfig, model: ModelCon
     return CoreConfig(
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_num_logit_rows=resolved.max_num_logit_rows,
         max_model_len=resolved.max_model_len,
         block_size=resolved.block_size,
         vocab_size=model.vocab_size,

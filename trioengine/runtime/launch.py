@@ -25,6 +25,8 @@ class CoreLaunch:
     page_fd: int
     config: EngineConfig
     model: ModelLocation
+    draft_model: ModelLocation | None = None
+    """Where `EngineConfig.draft_model` is."""
     options: Mapping[str, str] = attrs.field(factory=dict[str, str])
     """For cores other than the real one, which takes none."""
 

@@ -6,8 +6,7 @@ guesses right whatever the temperature is, and greedy requests are drafted greed
 target's alone.
 
 Its keys and values lie in the same blocks as the target's, so that what the core decides about blocks holds for both.
-What is wrong in them costs accepted drafts, never a token: an answer that nobody drafts for is not computed at once,
-and blocks that come from the offload store hold other tokens' keys and values. The target checks every draft.
+What is wrong in them would cost accepted drafts, never a token: the target checks every draft.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,15 +25,14 @@ CATCH_UP_TOKENS = 16
 """Where no drafts are wanted, tokens are computed so many at a time, which costs little more than a single one."""
 
 
-def draft_block_group(groups: Sequence[KVCacheGroup]) -> int:
-    """Which of the target's groups a draft model shares the blocks of.
+def draft_block_group(windows: Sequence[int | None]) -> int:
+    """Which of the target's KV groups, given by their windows, a draft model shares the blocks of.
 
     Raises:
         ConfigError: all have windows, so that a sequence's blocks go to others before it ends.
     """
-    for number, group in enumerate(groups):
-        if group.window is None:
-            return number
+    if None in windows:
+        return windows.index(None)
     raise ConfigError(
         "A draft model needs a model with layers that see all tokens, as it keeps its own in the same blocks; all"
         " layers of this one have windows.",
@@ -104,10 +102,26 @@ class DraftModel:
         """
         self._backend = backend
         self._num_blocks = [group.num_blocks for group in groups]
-        self._block_groups = [draft_block_group(groups)] * len(backend.kv_cache_groups)
+        self._block_groups = [draft_block_group([each.window for each in groups])] * len(backend.kv_cache_groups)
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
         self._progress: dict[int, _Progress] = {}
+
+    def drop_weights(self) -> None:
+        """As `Memory.drop_weights`."""
+        self._backend.drop_weights()
+
+    def load_weights(self) -> None:
+        """As `Memory.load_weights`."""
+        self._backend.load_weights()
+
+    def drop_kv_cache(self) -> None:
+        """As `Memory.drop_kv_cache`."""
+        self._backend.drop_kv_cache()
+
+    def make_kv_cache(self) -> None:
+        """As `Memory.make_kv_cache`."""
+        self._backend.make_kv_cache()
 
     def forget(self, sequence_id: int) -> None:
         """Forget a sequence, known or not."""

@@ -14,6 +14,7 @@ from trioengine.errors import UnavailableError
 from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.types.params import SamplingParams
 from trioengine.worker.backend import Backend, Memory
+from trioengine.worker.draft import DraftModel
 from trioengine.worker.kv_offload import OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
 from trioengine.worker.memory import return_freed_memory
@@ -31,6 +32,7 @@ class LocalExecutor:
         self,
         backend: Backend,
         *,
+        draft_model: DraftModel | None = None,
         offload_store: OffloadStore | None = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         logits_processors: LogitsProcessors | None = None,
@@ -40,7 +42,7 @@ class LocalExecutor:
         self.kv_cache_groups: Sequence[KVCacheGroup] = backend.kv_cache_groups
         self.num_offload_blocks = 0 if offload_store is None else offload_store.num_slots
         self._backend: Backend | None = backend
-        self._memories: Sequence[Memory] = (backend,)
+        self._memories: Sequence[Memory] = (backend,) if draft_model is None else (backend, draft_model)
         self._offload_store = offload_store
         self._logits_processors = logits_processors or LogitsProcessors({})
         self._runner: ModelRunner | None = ModelRunner(
@@ -48,6 +50,7 @@ class LocalExecutor:
             logprobs_mode=logprobs_mode,
             logits_processors=self._logits_processors,
             bad_words_rules=bad_words_rules,
+            draft_model=draft_model,
         )
         self._thread = _StepThread(self._run) if is_asynchronous else None
         self._results: deque[StepResult] = deque()

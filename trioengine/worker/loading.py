@@ -17,10 +17,11 @@ from trioengine.config.engine import EngineConfig, LogprobsMode, Quantization
 from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, ResolvedConfig
 from trioengine.errors import ConfigError, EngineStartError
 from trioengine.models.config import ModelConfig
-from trioengine.models.loader import Checkpoint, ReportFraction
+from trioengine.models.loader import Checkpoint, ReportFraction, open_checkpoint
 from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.tokenizer.tokenizer import load_tokenizer
 from trioengine.worker.backend import Backend
+from trioengine.worker.draft import DraftModel, draft_block_group
 from trioengine.worker.executor import LocalExecutor
 from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
@@ -38,20 +39,29 @@ class Computer:
     library: Library | None
     """The native kernels; None is torch."""
 
-    def shape(self, model: ModelConfig) -> ModelShape:
-        """The sizes that `config.resolve` wants to know of a model."""
-        if self.library is None:
-            layer_bytes = 2 * model.num_kv_heads * model.head_dim * TORCH_KV_VALUE_BYTES
-        else:
-            layer_bytes = KVCache.bytes_per_token(
-                num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
-            )
+    def shape(self, model: ModelConfig, draft_model: ModelConfig | None = None) -> ModelShape:
+        """The sizes that `config.resolve` wants to know of a model, with its draft model's part of the KV cache.
+
+        Raises:
+            ConfigError: it cannot have a draft model, as `draft_block_group` says.
+        """
+        kv_groups = [KVGroupShape(len(group.layers) * self._kv_bytes(model), group.window) for group in model.kv_groups]
+        if draft_model is not None:
+            number = draft_block_group([group.window for group in kv_groups])
+            num_bytes = kv_groups[number].bytes_per_token + draft_model.num_layers * self._kv_bytes(draft_model)
+            kv_groups[number] = attrs.evolve(kv_groups[number], bytes_per_token=num_bytes)
         return ModelShape(
             num_parameters=model.num_parameters,
             max_position_embeddings=model.max_position_embeddings,
-            kv_groups=[KVGroupShape(len(group.layers) * layer_bytes, group.window) for group in model.kv_groups],
+            kv_groups=kv_groups,
             vocab_size=model.vocab_size,
         )
+
+    def _kv_bytes(self, model: ModelConfig) -> int:
+        """Of a token in one layer."""
+        if self.library is None:
+            return 2 * model.num_kv_heads * model.head_dim * TORCH_KV_VALUE_BYTES
+        return KVCache.bytes_per_token(num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
 
     def hardware_facts(self) -> HardwareFacts:
         """What this process may use, and how fast this computes with it."""
@@ -96,6 +106,28 @@ def choose_computer(config: EngineConfig, location: ModelLocation) -> Computer:
         return Computer(None)
 
 
+def open_draft_checkpoint(config: EngineConfig, location: ModelLocation, target: ModelConfig) -> Checkpoint:
+    """The draft model's files.
+
+    Raises:
+        CheckpointError: they cannot be read.
+        ConfigError: it does not go with its target, or with other options.
+    """
+    checkpoint = open_checkpoint(location)
+    if checkpoint.config.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"The draft model {location.served_name} has a vocabulary of {checkpoint.config.vocab_size} tokens, the"
+            f" model one of {target.vocab_size}. They must be the same tokens.",
+            option="speculative_config",
+        )
+    if config.kv_offload_bytes is not None:
+        raise ConfigError(
+            "kv_offload_bytes does not go with a draft model: blocks that are loaded again would lack its part.",
+            option="kv_offload_bytes",
+        )
+    return checkpoint
+
+
 def load_executor(
     checkpoint: Checkpoint,
     config: ResolvedConfig,
@@ -104,6 +136,7 @@ def load_executor(
     quantization: Quantization | None = None,
     kv_offload_path: str | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+    draft: Checkpoint | None = None,
     report: ReportFraction | None = None,
 ) -> LocalExecutor:
     """Load a model and make it ready to compute.
@@ -117,6 +150,7 @@ def load_executor(
         quantization: of the weights, as `EngineConfig.quantization`.
         kv_offload_path: as `EngineConfig.kv_offload_path`.
         logprobs_mode: as `EngineConfig.logprobs_mode`.
+        draft: the draft model.
         report: called with the share of the weights that is loaded.
 
     Raises:
@@ -125,14 +159,8 @@ def load_executor(
         EngineStartError: there is no memory for the weights or the KV cache.
     """
     try:
-        if computer.library is None:
-            from trioengine.worker.torch_backend import load_torch_backend
-
-            backend = load_torch_backend(checkpoint, config, report)
-        else:
-            from trioengine.worker.native_backend import load_native_backend
-
-            backend = load_native_backend(checkpoint, config, computer.library, quantization, report)
+        backend = _load_backend(checkpoint, config, computer, quantization, report)
+        draft_model = None if draft is None else _load_draft_model(draft, backend, config, computer, quantization)
         offload_store = _offload_store(backend, config.num_offload_blocks, kv_offload_path)
     except MemoryError as error:
         raise EngineStartError(
@@ -140,6 +168,7 @@ def load_executor(
         ) from error
     return LocalExecutor(
         backend,
+        draft_model=draft_model,
         offload_store=offload_store,
         logprobs_mode=logprobs_mode,
         logits_processors=LogitsProcessors.installed(),
@@ -148,6 +177,43 @@ def load_executor(
             checkpoint.config.vocab_size,
         ),
         is_asynchronous=config.async_scheduling,
+    )
+
+
+def _load_backend(
+    checkpoint: Checkpoint,
+    config: ResolvedConfig,
+    computer: Computer,
+    quantization: Quantization | None,
+    report: ReportFraction | None = None,
+) -> Backend:
+    if computer.library is None:
+        from trioengine.worker.torch_backend import load_torch_backend
+
+        return load_torch_backend(checkpoint, config, report)
+    from trioengine.worker.native_backend import load_native_backend
+
+    return load_native_backend(checkpoint, config, computer.library, quantization, report)
+
+
+def _load_draft_model(
+    checkpoint: Checkpoint,
+    target: Backend,
+    config: ResolvedConfig,
+    computer: Computer,
+    quantization: Quantization | None,
+) -> DraftModel:
+    groups, model = target.kv_cache_groups, checkpoint.config
+    num_blocks = groups[draft_block_group([group.window for group in groups])].num_blocks
+    backend = _load_backend(
+        checkpoint,
+        attrs.evolve(config, num_kv_blocks=[num_blocks] * len(model.kv_groups), max_num_logit_rows=config.max_num_seqs),
+        computer,
+        # GGUF files have types of their own.
+        quantization if checkpoint.location.kind is ModelKind.FOLDER else None,
+    )
+    return DraftModel(
+        backend, groups, max_tokens=config.max_num_batched_tokens, max_model_len=model.max_position_embeddings
     )
 
 
