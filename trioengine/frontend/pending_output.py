@@ -86,31 +86,34 @@ class OutputBuilder:
 
     def build(self, pending: PendingOutput) -> RequestOutput:
         """The next output, which shares nothing that still changes."""
-        is_first = self._num_generated_tokens == 0
-        self._num_generated_tokens += len(pending.token_ids)
+        if self._num_generated_tokens == 0:
+            self._read_prompt(pending)
         texts, token_ids = pending.texts, pending.token_ids
+        self._num_generated_tokens += len(token_ids)
         if self._is_cumulative:
             self._texts.extend(texts)
             self._token_ids.extend(token_ids)
             texts, token_ids = self._texts, self._token_ids
+        # By place, which is faster: this runs for every token.
         output = CompletionOutput(
-            index=0,
-            text="".join(texts),
-            token_ids=tuple(token_ids),
-            finish_reason=pending.finish_reason,
-            stop_reason=pending.stop_reason,
-            logprobs=self._next_logprobs(pending) if self._has_logprobs else None,
+            0,
+            "".join(texts),
+            tuple(token_ids),
+            pending.finish_reason,
+            pending.stop_reason,
+            self._next_logprobs(pending) if self._has_logprobs else None,
         )
-        if is_first:
-            self._read_prompt(pending)
+        prompt_logprobs = self._prompt_logprobs
+        if not self._is_cumulative:
+            self._prompt_logprobs = None
         return RequestOutput(
-            request_id=self._processed.external_id,
-            prompt_token_ids=self._processed.prompt_token_ids,
-            outputs=(output,),
-            finished=pending.finish_reason is not None,
-            num_generated_tokens=self._num_generated_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            prompt_logprobs=self._prompt_logprobs if is_first or self._is_cumulative else None,
+            self._processed.external_id,
+            self._processed.prompt_token_ids,
+            (output,),
+            pending.finish_reason is not None,
+            self._num_generated_tokens,
+            self._num_cached_tokens,
+            prompt_logprobs,
         )
 
     def _read_prompt(self, pending: PendingOutput) -> None:
