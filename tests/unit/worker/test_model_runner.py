@@ -1,19 +1,22 @@
 """Steps on a real, tiny model: right tokens, sampling rules, and failures that stay with their sequence."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 
+from trioengine.config.engine import LogprobsMode  # noqa: E402
 from trioengine.core.executor import NO_TOKEN, NewSequence, ScheduledSequence, StepPlan, StepResult  # noqa: E402
 from trioengine.models.decoder import Decoder  # noqa: E402
 from trioengine.models.loader import LoadedModel  # noqa: E402
 from trioengine.models.torch_ops import TorchModel  # noqa: E402
+from trioengine.testing.logits import torch_logits  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import native_copy, tiny_model  # noqa: E402
 from trioengine.tokenizer.bad_words import BadWordsRules  # noqa: E402
@@ -146,6 +149,8 @@ def test_thirty_two_sequences_give_the_tokens_that_each_gives_alone() -> None:
         ([1, 2**70], GREEDY, {}, "prompt"),
         ([1, 2], GREEDY, {"end_token_ids": (5, 9999)}, "stop_token_ids"),
         ([1, 2], SamplingParams(logit_bias={3: 1.0, 9999: 2.0}), {}, "logit_bias"),
+        ([1, 2], SamplingParams(allowed_token_ids=(3, -1)), {}, "allowed_token_ids"),
+        ([1, 2], SamplingParams(allowed_token_ids=()), {}, "allowed_token_ids"),
     ],
 )
 def test_a_token_out_of_the_vocabulary_fails_its_sequence_only(prompt, sampling, fields, what) -> None:
@@ -171,12 +176,17 @@ def test_a_step_of_failures_only_is_a_step() -> None:
     assert result.tokens == [NO_TOKEN]
 
 
-def test_logits_that_are_no_numbers_fail_their_sequence_and_leave_nothing_behind() -> None:
-    """Not even in the blocks, when another sequence gets them and fills them in part."""
+def broken_model() -> TorchModel:
+    """Logits after token 7 are no numbers."""
     weights = MODEL.decoder.weights
     embedding = weights.embedding.clone()
     embedding[7] = math.nan
-    broken = LoadedModel(MODEL.config, Decoder(MODEL.config, attrs.evolve(weights, embedding=embedding)))
+    return LoadedModel(MODEL.config, Decoder(MODEL.config, attrs.evolve(weights, embedding=embedding)))
+
+
+def test_logits_that_are_no_numbers_fail_their_sequence_and_leave_nothing_behind() -> None:
+    """Not even in the blocks, when another sequence gets them and fills them in part."""
+    broken = broken_model()
     for sampling in (GREEDY, RANDOM, SamplingParams(top_k=5), SamplingParams(top_p=0.5, min_p=0.1)):
         runner = make_runner(broken)
         new = [
@@ -285,3 +295,112 @@ def test_without_a_tokenizer_a_sequence_with_bad_words_fails_alone() -> None:
     result = session.run()
     assert [failure.sequence_id for failure in result.failures] == [1]
     assert result.tokens[0] != NO_TOKEN
+
+
+def test_logits_behind_an_accepted_draft_that_are_no_numbers_fail_the_sequence() -> None:
+    """Then nothing of the step counts."""
+    forced = SamplingParams(temperature=0, logit_bias={7: 100.0}, logprobs=1)
+    new = [NewSequence(0, prompt_of(5), 5, forced, seed=0)]
+    result = make_runner(broken_model()).run(StepPlan(0, [ScheduledSequence(0, 0, 6, [0], draft_token_ids=[7])], new))
+    assert result.tokens == [NO_TOKEN]
+    assert [failure.sequence_id for failure in result.failures] == [0]
+    assert not result.num_accepted
+    assert not result.logprobs
+
+
+def test_a_prompt_whose_log_probabilities_are_no_numbers_fails() -> None:
+    new = [NewSequence(0, [3, 7, 3, 4], 4, SamplingParams(max_tokens=0, prompt_logprobs=1), seed=0)]
+    result = make_runner(broken_model()).run(StepPlan(0, [ScheduledSequence(0, 0, 4, [0])], new))
+    assert [failure.sequence_id for failure in result.failures] == [0]
+
+
+LIMITS = {
+    "temperature": SamplingParams(temperature=4.0, top_k=10, logprobs=0),
+    "top_p": SamplingParams(temperature=2.0, top_p=0.4, logprobs=0),
+    "min_p": SamplingParams(temperature=2.0, min_p=0.2, logprobs=0),
+}
+NUM_DRAWS = 800
+
+
+def probabilities(token_ids: Sequence[int], sampling: SamplingParams) -> dict[int, float]:
+    """Of each token that may come next, by the definition of the limits, in float64."""
+    logits = torch_logits(MODEL, token_ids)[-1].astype(np.float64) / sampling.temperature
+    weights = np.exp(logits - logits.max())
+    weights[weights < sampling.min_p] = 0
+    order = np.argsort(-weights)
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0
+    weights /= weights.sum()
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= sampling.top_p]] = 0
+    weights /= weights.sum()
+    return {int(token): float(weights[token]) for token in np.flatnonzero(weights)}
+
+
+def assert_follows(tokens: Sequence[int], expected: Mapping[int, float]) -> None:
+    """Chi-square with a limit that chance passes once in ten thousand; the draws are always the same."""
+    assert set(tokens) <= set(expected)
+    # Rare tokens together, as the statistic wants some of each kind.
+    common = [token for token, probability in expected.items() if probability * len(tokens) >= 5]
+    counts = [tokens.count(token) for token in common]
+    wanted = [expected[token] * len(tokens) for token in common]
+    counts.append(len(tokens) - sum(counts))
+    wanted.append(len(tokens) - sum(wanted))
+    statistic = sum((count - want) ** 2 / want for count, want in zip(counts, wanted, strict=True) if want >= 1)
+    degrees = len(common)
+    # Wilson and Hilferty's approximation; 3.72 standard deviations.
+    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+def draw(
+    prompt: Sequence[int], sampling: SamplingParams, drafts: Mapping[int, int], mode: LogprobsMode
+) -> dict[int, StepResult]:
+    """The step behind a prompt for NUM_DRAWS seeds, those in `drafts` with a draft: each one's result, alone."""
+    runner = ModelRunner(make_backend(MODEL), logprobs_mode=mode)
+    results: dict[int, StepResult] = {}
+    per_step = 100
+    for step, start in enumerate(range(0, NUM_DRAWS, per_step)):
+        seeds = range(start, start + per_step)
+        new = [NewSequence(seed, prompt, len(prompt), sampling, seed=seed) for seed in seeds]
+        work = [
+            ScheduledSequence(seed, 0, len(prompt) + len(own), [seed - start], own)
+            for seed in seeds
+            for own in [[drafts[seed]] if seed in drafts else []]
+        ]
+        result = runner.run(StepPlan(step, work, new, removed=range(start - per_step, start) if step else ()))
+        assert not result.failures
+        for index, seed in enumerate(seeds):
+            num_accepted = {0: result.num_accepted[index]} if index in result.num_accepted else {}
+            logprobs = {0: result.logprobs[index]}
+            results[seed] = StepResult(step, [result.tokens[index]], (), num_accepted, logprobs)
+    return results
+
+
+@pytest.mark.parametrize("sampling", LIMITS.values(), ids=LIMITS)
+def test_tokens_follow_the_distribution_with_and_without_drafts(sampling: SamplingParams) -> None:
+    """Of many seeds at one place. Drafts that are right half of the time change no token, and what comes after an
+    accepted one follows the distribution behind it. Processed log probabilities are of that distribution."""
+    prompt = prompt_of(3)
+    mode = LogprobsMode.PROCESSED_LOGPROBS
+    without = {seed: result.tokens[0] for seed, result in draw(prompt, sampling, {}, mode).items()}
+    expected = probabilities(prompt, sampling)
+    assert 3 <= len(expected) <= 60
+    assert_follows(list(without.values()), expected)
+    kinds = sorted(expected)
+    drafts = {
+        seed: token if seed % 2 else kinds[(kinds.index(token) + 1 + seed // 2 % (len(kinds) - 1)) % len(kinds)]
+        for seed, token in without.items()
+    }
+    second: dict[int, list[int]] = {}
+    first: list[int] = []
+    for seed, result in draw(prompt, sampling, drafts, mode).items():
+        assert result.num_accepted == ({0: 1} if seed % 2 else {})
+        first.append(drafts[seed] if seed % 2 else result.tokens[0])
+        assert first[-1] == without[seed]
+        logprob = result.logprobs[0][0].logprobs[0]
+        assert math.exp(logprob) == pytest.approx(expected[first[-1]], rel=1e-3)
+        if seed % 2:
+            second.setdefault(drafts[seed], []).append(result.tokens[0])
+    assert_follows(first, expected)
+    token, following = max(second.items(), key=lambda item: len(item[1]))
+    assert_follows(following, probabilities([*prompt, token], sampling))
