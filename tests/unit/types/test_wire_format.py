@@ -52,6 +52,7 @@ from trioengine.types.messages import (
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import RequestOutputKind, SamplingParams
+from trioengine.types.structured import StructuredOutputsParams
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "wire.json"
 ON_PURPOSE = f"The wire format has changed. On purpose? Then run: python {Path(__file__).name} (see its docstring)"
@@ -75,10 +76,25 @@ SAMPLING = SamplingParams(
     skip_special_tokens=False,
     detokenize=True,
     output_kind=RequestOutputKind.DELTA,
+    allowed_token_ids=(1, 2),
+    bad_words=("bad", "worse"),
+    logprobs=3,
+    prompt_logprobs=-1,
+    structured_outputs=StructuredOutputsParams(json={"type": "object"}, whitespace_pattern=" ?"),
+    logits_processors={"mine": {"strength": 0.5}},
+)
+LOGPROBS = LogprobColumns(
+    slots=b"\1\0\0\0",
+    counts=b"\2\0\0\0",
+    ranks=b"\3\0\0\0",
+    token_ids=b"\7\0\0\0\5\0\0\0",
+    logprobs=b"\0\0\0\xc0\0\0\x80\xbf",
 )
 
 MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
-    "EngineCoreRequest": EngineCoreRequest(1, "id/0", b"\1\0\0\0\2\0\0\0", SAMPLING, 2**64 - 1, (2, 5)),
+    "EngineCoreRequest": EngineCoreRequest(
+        1, "id/0", b"\1\0\0\0\2\0\0\0", SAMPLING, 2**64 - 1, (2, 5), -1, "salt", True
+    ),
     "EngineCoreRequest, defaults": EngineCoreRequest(0, "", b"\0\0\0\0", SamplingParams(), 0),
     "AbortRequests": AbortRequests((0, 300)),
     "CallRequest GetLoad": CallRequest(5, GetLoad()),
@@ -86,7 +102,7 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
     "CallRequest GetKVCacheEvents": CallRequest(7, GetKVCacheEvents(after=3)),
     "Stop": Stop(),
     "Starting": Starting("loading the weights", 0.25),
-    "Ready": Ready(ModelFacts(2048, 49152, (2, 0)), 100, 16, {"max_num_seqs": "256: as configured"}),
+    "Ready": Ready(ModelFacts(2048, 49152, (2, 0), 20), 100, 16, {"max_num_seqs": "256: as configured"}),
     "StepOutput": StepOutput(
         8,
         9,
@@ -99,7 +115,11 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
             Finished(1, FinishReason.LENGTH),
             Finished(2, FinishReason.ABORT, error=ErrorData("RequestError", {"message": "no", "param": None})),
         ),
+        logprobs=LOGPROBS,
+        prompt_logprobs=LOGPROBS,
+        cached_tokens=b"\1\0\0\0\x10\0\0\0",
     ),
+    "StepOutput, defaults": StepOutput(0, 1, 2.5),
     "Reply": Reply(5, encode_reply(GetLoad, CoreLoad(1, 2, 3, 4))),
     "Reply, KV cache events": Reply(
         7,
