@@ -11,7 +11,7 @@ from typing import NoReturn
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from trioengine.core.structured.json_schema import Schema, bound_schema, find_fault
+from trioengine.core.structured.json_schema import Schema, bound_schema, find_fault, for_compiler
 from trioengine.errors import RequestError
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.structured import PARAM, StructuralTag, StructuredOutputsParams, parse_json
@@ -208,8 +208,9 @@ def _with_options(schema: Schema, whitespace: str | None) -> str:
         "coerce_one_of": False,
         "lenient": False,
     }
-    assert schema is not False, "refused before"
-    return json.dumps({**({} if schema is True else schema), "x-guidance": options})
+    content = for_compiler(schema)
+    assert content is not False, "refused before"
+    return json.dumps({**({} if content is True else content), "x-guidance": options})
 
 
 def _lark(grammar: str) -> str:
@@ -248,6 +249,8 @@ def _words(error: str) -> str:
         return "no text satisfies it"
     if error.startswith("oneOf"):
         return "it cannot be seen that no two of these schemas hold at once"
+    if error.startswith("Resource"):
+        return "it is not in here, and nothing is fetched"
     lines: list[str] = []
     for line in _PLACE.sub("", error.replace("<non-verbose/>", "")).splitlines():
         if _SOURCE_LINE.match(line):
