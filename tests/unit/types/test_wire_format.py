@@ -42,6 +42,7 @@ from trioengine.types.messages import (
     GetKVCacheEvents,
     GetLoad,
     KVCacheEvents,
+    LogprobColumns,
     ModelFacts,
     Ready,
     Reply,
