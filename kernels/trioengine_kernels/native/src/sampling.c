@@ -79,24 +79,9 @@ static void keep_allowed(const TeSampling *sampling, int32_t row, float *x, int3
         counts[sampling->allowed.ids[i]] = 0;
 }
 
-/* A copy with minus infinity for tokens whose bit is not set. */
-static void copy_masked(const uint32_t *words, const float *logits, float *x, int32_t size)
-{
-    for (int32_t start = 0; start < size; start += 32) {
-        const uint32_t word = words[start / 32];
-        const int32_t num = TE_MIN(size - start, 32);
-        /* Most words of most masks are all or nothing. */
-        if (word == UINT32_MAX) {
-            memcpy(x + start, logits + start, (size_t)num * sizeof(float));
-            continue;
-        }
-        for (int32_t i = 0; i < num; i++)
-            x[start + i] = word >> i & 1 ? logits[start + i] : -INFINITY;
-    }
-}
-
 /* The row after its rules: itself where it has none, else a copy in `x`. */
-static const float *apply_rules(const TeSampling *sampling, int32_t row, const float *logits, float *x, int32_t *counts)
+static const float *apply_rules(const TeSampling *sampling, const TeSamplingKernels *kernels, int32_t row,
+                                const float *logits, float *x, int32_t *counts)
 {
     const int32_t size = sampling->vocab_size, mask_row = sampling->mask_rows ? sampling->mask_rows[row] : -1;
     const int32_t has_bias = has_ids(&sampling->bias, row), has_seen = has_ids(&sampling->seen, row);
@@ -106,7 +91,7 @@ static const float *apply_rules(const TeSampling *sampling, int32_t row, const f
     if (mask_row < 0)
         memcpy(x, logits, (size_t)size * sizeof(float));
     else
-        copy_masked(sampling->mask_bits + mask_row * sampling->mask_stride, logits, x, size);
+        kernels->copy_masked(sampling->mask_bits + mask_row * sampling->mask_stride, logits, x, size);
     if (has_bias)
         for (int64_t i = sampling->bias.starts[row]; i < sampling->bias.starts[row + 1]; i++)
             x[sampling->bias.ids[i]] += sampling->bias_values[i];
@@ -208,7 +193,8 @@ static void run_row(void *context, int32_t op, int32_t row, int32_t thread)
             largest = kernels->argmax(x, size);
         }
         if (!isnan(x[largest])) {
-            const float *ruled = apply_rules(sampling, row, x, scratch, sampling->counts + (int64_t)thread * size);
+            int32_t *counts = sampling->counts + (int64_t)thread * size;
+            const float *ruled = apply_rules(sampling, kernels, row, x, scratch, counts);
             if (ruled != x)
                 largest = kernels->argmax(ruled, size);
             x = ruled;
@@ -216,9 +202,9 @@ static void run_row(void *context, int32_t op, int32_t row, int32_t thread)
     }
     const int32_t is_drawn = forced < 0 && sampling->temperature[row] > 0 && isfinite(x[largest]);
     sampling->token_ids[row] = forced < 0 ? largest : forced;
-    sampling->status[row] = isnan(x[largest])                            ? TE_IS_NAN
+    sampling->status[row] = isnan(x[largest])                       ? TE_IS_NAN
                             : forced < 0 && x[largest] == -INFINITY ? TE_NOTHING_ALLOWED
-                                                                         : TE_SAMPLED;
+                                                                    : TE_SAMPLED;
     if (is_drawn)
         sampling->token_ids[row] = kernels->sample_row(sampling, row, x, largest, maxima);
     if (!sampling->num_logprobs)

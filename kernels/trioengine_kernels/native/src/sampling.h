@@ -70,6 +70,7 @@ typedef struct {
 
 typedef struct {
     int32_t (*argmax)(const float *x, int32_t size);
+    void (*copy_masked)(const uint32_t *words, const float *x, float *out, int32_t size);
     int32_t (*sample_row)(const TeSampling *sampling, int32_t row, const float *x, int32_t largest, float *maxima);
     void (*limit_row)(const TeSampling *sampling, int32_t row, const float *x, int32_t largest, float *maxima, float *out);
     void (*top_ids)(const float *x, int32_t size, int32_t num, float *maxima, int32_t *ids);

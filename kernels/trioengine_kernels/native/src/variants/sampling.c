@@ -140,6 +140,21 @@ static int32_t argmax(const float *x, int32_t size)
     return index;
 }
 
+/* A copy with minus infinity for tokens whose bit is not set. */
+static void copy_masked(const uint32_t *words, const float *x, float *out, int32_t size)
+{
+    int32_t start = 0;
+    for (; start + 32 <= size; start += 32) {
+        const uint32_t word = words[start / 32];
+        for (int32_t j = 0; j < 32; j++) {
+            const float value = x[start + j];
+            out[start + j] = word >> j & 1 ? value : -INFINITY;
+        }
+    }
+    for (; start < size; start++)
+        out[start] = words[start / 32] >> start % 32 & 1 ? x[start] : -INFINITY;
+}
+
 /* rint(exp(x) * 2^44) of a value of at most 0. */
 static inline int64_t weight(float value)
 {
@@ -414,6 +429,7 @@ static double log_total(const float *x, int32_t size, float largest)
 extern const TeSamplingKernels TE_TABLE(TE_VARIANT);
 const TeSamplingKernels TE_TABLE(TE_VARIANT) = {
     .argmax = argmax,
+    .copy_masked = copy_masked,
     .sample_row = sample_row,
     .limit_row = limit_row,
     .top_ids = top_ids,
