@@ -295,7 +295,8 @@ def _build_key(compiler: Compiler) -> str:
 def _huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Zeroed memory on pages of 2 MB where the system grants them."""
     size = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES)
+    # Private: shared memory, which is the default here, gets no huge pages on most systems.
+    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel without them: ordinary pages do.
             memory.madvise(mmap.MADV_HUGEPAGE)
