@@ -161,7 +161,7 @@ def test_a_folder_is_loaded_and_quantized(tmp_path: Path, quantization: str | No
     model = tiny_model()
     tensors = {name: tensor.bfloat16() for name, tensor in folder_tensors(model).items()}
     built = build_engine_core(EngineConfig(quantization=quantization), write_folder(tmp_path, model, tensors))
-    executor = built.core._executor
+    executor = built.core.executor
     executor.submit(StepPlan(0, [ScheduledSequence(3, 0, 2, [5])], [NewSequence(3, [1, 2], 2, GREEDY, seed=0)]))
     expected = torch_logits(model, [1, 2])[-1].argsort()[::-1]
     assert executor.result().tokens[0] in expected[: 1 if quantization is None else 5]
@@ -184,7 +184,7 @@ from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan
 from trioengine.runtime.build import build_engine_core
 from trioengine.types.params import SamplingParams
 built = build_engine_core(EngineConfig(cpu_threads=2), ModelLocation(ModelKind.GGUF, Path(sys.argv[1]), "tiny"))
-executor = built.core._executor
+executor = built.core.executor
 rules = SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.1, logit_bias={3: 1.0}, min_tokens=2)
 executor.submit(StepPlan(0, [ScheduledSequence(3, 0, 2, [5])], [NewSequence(3, [1, 2], 2, rules, seed=0)]))
 print(len(executor.result().tokens), built.ready.num_blocks > 0)
