@@ -1,20 +1,41 @@
 """Whatever front ends do and whatever the limits, the core's books are right and answers are those given alone."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import attrs
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from trioengine.config.engine import SchedulingPolicy, SpeculationConfig, SpeculationMethod
+from trioengine.core.config import CoreConfig
+from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan
 from trioengine.core.request import Request
-from trioengine.testing.core_driver import Answer, CoreDriver, make_core_config, make_core_request
-from trioengine.testing.fake_executor import generate_alone
+from trioengine.testing.core_driver import Answer, CoreDriver, make_core_request
+from trioengine.testing.fake_executor import generate_alone, logprobs_alone
 from trioengine.types.messages import EngineCoreRequest, Finished, unpack_int32
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
 
 VOCAB_SIZE = 9
+FAILING_SEED = 100
+"""A sequence with this seed fails at its first token, one with the next at its second, and so on."""
 CLIENTS = st.integers(0, 2)
 TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
+
+
+def _guess(token_ids: Sequence[int]) -> Sequence[int]:
+    """Drafts that are right where the seed is 0."""
+    return generate_alone(token_ids, 3, vocab_size=VOCAB_SIZE)
+
+
+def _speculation_config(method: SpeculationMethod, num_speculative_tokens: int) -> SpeculationConfig:
+    model = "small" if method is SpeculationMethod.DRAFT_MODEL else None
+    return SpeculationConfig(
+        method=method, num_speculative_tokens=num_speculative_tokens, model=model, prompt_lookup_min=1
+    )
 
 
 @attrs.define(eq=False)
@@ -36,29 +57,59 @@ class CoreMachine(RuleBasedStateMachine):
         max_model_len=st.integers(2, 20),
         block_size=st.integers(1, 4),
         num_blocks=st.integers(2, 12),
+        max_num_logit_rows=st.integers(1, 9) | st.just(100),
+        policy=st.sampled_from(SchedulingPolicy),
+        enable_prefix_caching=st.booleans(),
+        num_offload_blocks=st.sampled_from([0, 0, 3]),
+        max_num_partial_prefills=st.integers(1, 3),
+        max_long_partial_prefills=st.integers(1, 2),
+        long_prefill_token_threshold=st.sampled_from([0, 0, 1, 3]),
+        async_scheduling=st.booleans(),
+        speculation=st.sampled_from([None, None, *SpeculationMethod]),
+        num_speculative_tokens=st.integers(1, 3),
     )
     def start(
-        self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int, num_blocks: int
+        self,
+        num_blocks: int,
+        num_offload_blocks: int,
+        policy: SchedulingPolicy,
+        speculation: SpeculationMethod | None,
+        num_speculative_tokens: int,
+        enable_prefix_caching: bool,
+        **limits: Any,
     ) -> None:
         """An engine with these limits."""
-        self.config = make_core_config(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=block_size,
+        self.config = CoreConfig(
             vocab_size=VOCAB_SIZE,
+            scheduling_policy=policy,
+            enable_prefix_caching=enable_prefix_caching,
+            speculation=_speculation_config(speculation, num_speculative_tokens) if speculation else None,
+            **limits,
         )
-        self.driver = CoreDriver(self.config, num_blocks=num_blocks)
+        self.loads_fail = False
+        self.is_disturbed = False  # Whether anything may have failed.
+        self.sequences: dict[int, NewSequence] = {}
+        self.driver = CoreDriver(
+            self.config,
+            num_blocks=num_blocks,
+            draft_model=_guess if speculation is SpeculationMethod.DRAFT_MODEL else None,
+            num_offload_blocks=num_offload_blocks if enable_prefix_caching else 0,
+            fails=lambda sequence, num_generated: sequence.seed - FAILING_SEED == num_generated,
+            fails_load=lambda _: self.loads_fail,
+        )
         self.sent: list[Sent] = []
 
     @rule(
         client=CLIENTS,
         prompt=st.lists(TOKEN_IDS, min_size=1, max_size=14),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
         min_tokens=st.integers(0, 3),
         end_token_ids=st.sets(TOKEN_IDS, max_size=2),
         num_eos=st.integers(0, 1),
         seed=st.integers(0, 3),
+        priority=st.integers(-1, 1),
+        logprobs=st.none() | st.integers(0, 2),
+        prompt_logprobs=st.none() | st.integers(0, 2),
     )
     def add(
         self,
@@ -69,26 +120,55 @@ class CoreMachine(RuleBasedStateMachine):
         end_token_ids: set[int],
         num_eos: int,
         seed: int,
+        priority: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> None:
         """Send a request, perhaps one that cannot fit."""
         ends = sorted(end_token_ids)
         sampling = SamplingParams(
-            max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=tuple(ends[num_eos:])
+            max_tokens=max_tokens if prompt_logprobs is not None else max(1, max_tokens),
+            min_tokens=min(min_tokens, max_tokens),
+            stop_token_ids=tuple(ends[num_eos:]),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
-        self._send(client, prompt, sampling, seed, tuple(ends[:num_eos]))
+        self._send(client, prompt, sampling, seed, tuple(ends[:num_eos]), priority)
+
+    @rule(
+        client=CLIENTS,
+        num_prompt_tokens=st.integers(1, 14),
+        last_token=TOKEN_IDS,
+        seed=st.integers(0, 1),
+        priority=st.integers(-1, 1),
+        fails_at=st.none() | st.integers(0, 4),
+    )
+    def add_with_common_prefix(
+        self, client: int, num_prompt_tokens: int, last_token: int, seed: int, priority: int, fails_at: int | None
+    ) -> None:
+        """Send a request whose prompt begins like others, and which may fail."""
+        prompt = [*(position % VOCAB_SIZE for position in range(num_prompt_tokens)), last_token]
+        seed = seed if fails_at is None else FAILING_SEED + fails_at
+        self._send(client, prompt, SamplingParams(max_tokens=8), seed, (), priority)
+
+    @rule()
+    def make_loads_fail(self) -> None:
+        """The offload store breaks, or is mended."""
+        self.loads_fail = not self.loads_fail
+        self.is_disturbed = True
 
     @rule(client=CLIENTS, num_requests=st.integers(2, 5), num_prompt_tokens=st.integers(1, 6), seed=st.integers(0, 3))
     def add_several(self, client: int, num_requests: int, num_prompt_tokens: int, seed: int) -> None:
         """Send enough requests with long answers that blocks run out while others wait."""
         for index in range(num_requests):
             prompt = [(index + position) % VOCAB_SIZE for position in range(num_prompt_tokens)]
-            self._send(client, prompt, SamplingParams(max_tokens=8), seed, ())
+            self._send(client, prompt, SamplingParams(max_tokens=8), seed, (), priority=index % 2)
 
     @rule(client=CLIENTS, prompt=st.sampled_from([[], [VOCAB_SIZE], [-1], [0] * 50]))
     def add_invalid(self, client: int, prompt: list[int]) -> None:
         """Send a request that must be refused."""
         before = self._load()
-        self._send(client, prompt, SamplingParams(), 0, ())
+        self._send(client, prompt, SamplingParams(), 0, (), 0)
         assert self._load() == before
 
     @precondition(lambda self: self.sent)
@@ -137,8 +217,9 @@ class CoreMachine(RuleBasedStateMachine):
         while self.driver.core.has_work:
             self._step()
             num_steps += 1
-            # A step brings the oldest request nearer to its end, and only its own end makes another the oldest.
-            assert num_steps <= (len(self.sent) + 1) * (2 * self.config.max_model_len + 2)
+            # A step brings the first request nearer to its end, and only its own end makes another the first. A call
+            # may only bring a result, and once for each request, what its data depends on may fail.
+            assert num_steps <= 3 * (len(self.sent) + 1) * (2 * self.config.max_model_len + 2)
         self.driver.take_all()
         for sent in self.sent:
             self._check(sent)
@@ -147,7 +228,13 @@ class CoreMachine(RuleBasedStateMachine):
         assert list(self.driver.core.clients_with_output()) == []
 
     def _send(
-        self, client: int, prompt: list[int], sampling: SamplingParams, seed: int, eos_token_ids: tuple[int, ...]
+        self,
+        client: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        eos_token_ids: tuple[int, ...],
+        priority: int,
     ) -> None:
         in_use = {
             sent.answer.slot
@@ -155,7 +242,10 @@ class CoreMachine(RuleBasedStateMachine):
             if sent.answer.client == client and not sent.answer.finished and not sent.is_dropped
         }
         slot = min(set(range(len(in_use) + 1)) - in_use)  # As soon as a slot is free, it is used again.
-        request = make_core_request(slot, prompt, sampling=sampling, seed=seed, eos_token_ids=eos_token_ids)
+        request = make_core_request(
+            slot, prompt, sampling=sampling, seed=seed, eos_token_ids=eos_token_ids, priority=priority
+        )
+        self.is_disturbed |= seed >= FAILING_SEED
         self.sent.append(Sent(request, self.driver.add(request, client)))
 
     def _load(self) -> tuple[int, int, int]:
@@ -164,46 +254,88 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _unfinished(self) -> list[Request]:
         scheduler = self.driver.core.scheduler
-        return [*scheduler._running, *scheduler._waiting.values()]  # pyright: ignore[reportPrivateUsage]
+        requests = [*scheduler._running, *scheduler._waiting]  # pyright: ignore[reportPrivateUsage]
+        return sorted(requests, key=lambda request: request.key)
 
     def _step(self) -> None:
         """One step. The driver checks the books, the fake executor every rule of its border."""
-        before = self._unfinished()
+        before, num_plans = self._unfinished(), len(self.driver.plans)
         self.driver.step()
-        plan = self.driver.plans[-1]
+        for plan in self.driver.plans[num_plans:]:
+            self._check_plan(plan, before)
+
+    def _check_plan(self, plan: StepPlan, before: list[Request]) -> None:
+        self.sequences |= {new.sequence_id: new for new in plan.new}
         scheduled = [work.sequence_id for work in plan.scheduled]
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(scheduled) <= self.config.max_num_seqs
-        # The oldest are computed, all of them in every step: nobody is overtaken, so nobody starves.
-        assert scheduled == [request.sequence_id for request in before[: len(scheduled)]]
-        assert scheduled or not before
-        assert not set(scheduled) & set(plan.removed)
+        assert sum(map(self._num_rows, plan.scheduled)) <= self.config.max_num_logit_rows
+        assert not {*scheduled, *(new.sequence_id for new in plan.new)} & set(plan.removed)
+        if not (self.config.async_scheduling or self.is_disturbed):
+            assert scheduled or not before
+        if not (self.config.async_scheduling or self.is_disturbed or self.config.long_prefill_token_threshold):
+            # The first are computed, all of them in every step: nobody is overtaken, so nobody starves.
+            order = [request.sequence_id for request in before[: len(scheduled)]]
+            assert sorted(scheduled) == sorted(order)
+
+    def _num_rows(self, work: ScheduledSequence) -> int:
+        new, start, end = self.sequences[work.sequence_id], work.num_computed_tokens, 0
+        end = start + work.num_tokens
+        num_rows = 1 + len(work.draft_token_ids)
+        if new.sampling.prompt_logprobs is not None:
+            num_rows = max(num_rows, min(end, new.num_prompt_tokens) - start)
+        return num_rows
 
     def _check(self, sent: Sent) -> None:
         answer, request = sent.answer, sent.request
         prompt = list(unpack_int32(request.prompt_token_ids))
-        finished = answer.finished
+        finished, sampling = answer.finished, request.sampling
         if sent.is_dropped:
             return
         assert finished is not None
-        if self._is_refused(prompt, request.sampling):
+        if self._is_refused(prompt, sampling):
             assert finished.error is not None
             assert not answer.tokens
             return
+        self._check_logprobs(answer, prompt, request)
+        assert answer.num_cached_tokens < len(prompt)
+        if not self.config.enable_prefix_caching or sampling.prompt_logprobs is not None:
+            assert answer.num_cached_tokens == 0
         tokens, reason, stop_token_id = self._expected(prompt, request)
-        if finished.reason is FinishReason.ABORT:
+        if finished.error is not None:
+            assert request.seed >= FAILING_SEED
+            assert len(answer.tokens) <= request.seed - FAILING_SEED
+            assert answer.tokens == tokens[: len(answer.tokens)]
+        elif finished.reason is FinishReason.ABORT:
             assert sent.is_aborted
             assert answer.tokens == tokens[: len(answer.tokens)]
             assert finished == Finished(answer.slot, FinishReason.ABORT)
         else:
             assert answer.tokens == tokens
             assert finished == Finished(answer.slot, reason, stop_token_id)
+            assert sampling.prompt_logprobs is None or len(answer.prompt_logprobs) == len(prompt) - 1
+
+    def _check_logprobs(self, answer: Answer, prompt: list[int], request: EngineCoreRequest) -> None:
+        """One for each token that was delivered, and each of the prompt once."""
+        for found, number, first, tokens in (
+            (answer.logprobs, request.sampling.logprobs, prompt, answer.tokens),
+            (answer.prompt_logprobs, request.sampling.prompt_logprobs, prompt[:1], prompt[1:]),
+        ):
+            if number is None:
+                assert not found
+                continue
+            expected = logprobs_alone(first, tokens, number, vocab_size=VOCAB_SIZE, seed=request.seed)
+            assert len(found) == len(expected) or (found is answer.prompt_logprobs and len(found) < len(expected))
+            for one, other in zip(found, expected, strict=False):
+                assert (one.token_ids, one.rank) == (other.token_ids, other.rank)
+                assert one.logprobs == pytest.approx(other.logprobs)
 
     def _is_refused(self, prompt: list[int], sampling: SamplingParams) -> bool:
         if not 0 < len(prompt) < self.config.max_model_len or not set(prompt) <= set(range(VOCAB_SIZE)):
             return True
-        num_cached_tokens = min(len(prompt) + (sampling.max_tokens or 0), self.config.max_model_len) - 1
-        return num_cached_tokens > self.driver.core.kv_cache.num_blocks * self.config.block_size
+        max_tokens = sampling.max_tokens or 0
+        num_computed_tokens = max(min(len(prompt) + max_tokens, self.config.max_model_len) - 1, len(prompt))
+        return num_computed_tokens > self.driver.core.kv_cache.num_blocks * self.config.block_size
 
     def _expected(self, prompt: list[int], request: EngineCoreRequest) -> tuple[list[int], FinishReason, int | None]:
         sampling = request.sampling

@@ -1,28 +1,34 @@
 """`EngineCore`: messages in, steps on the executor, output out. Synchronous, without I/O.
 
-A loop around it (`runtime`) moves the bytes: it gives messages to `handle`, calls `step` while `has_work`, and sends
-what `take_output` returns.
+A loop around it (`runtime`) moves the bytes: it gives messages to `handle`, calls `poll` in each turn and `step` while
+`has_work`, and sends what `take_output` and `take_replies` return.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
 from trioengine.core.config import CoreConfig
 from trioengine.core.executor import Executor
 from trioengine.core.kv_cache_manager import KVCacheManager
-from trioengine.core.operations import run_call
+from trioengine.core.operations import DeferredReply, run_call
 from trioengine.core.outbox import Outbox
-from trioengine.core.request import Request, make_request
-from trioengine.core.scheduler import Scheduler, StepOutcome
+from trioengine.core.pause import Pause
+from trioengine.core.request import Request, RequestEvent, make_request
+from trioengine.core.scheduler import Scheduler
+from trioengine.core.step import StepOutcome
+from trioengine.core.structured_output import Grammar, StructuredOutputs
+from trioengine.errors import RequestError
 from trioengine.types.codec import error_to_data
 from trioengine.types.messages import (
     AbortRequests,
     CallRequest,
     EngineCoreRequest,
     Finished,
+    PauseMode,
     Reply,
     StepOutput,
     Stop,
@@ -41,6 +47,7 @@ class _Client:
 
     requests: dict[int, Request] = attrs.field(factory=dict[int, Request])
     outbox: Outbox = attrs.field(factory=Outbox)
+    replies: list[Reply] = attrs.field(factory=list[Reply])
 
 
 class EngineCore:
@@ -53,24 +60,48 @@ class EngineCore:
     An exception from the executor leaves `step` and is the end of this core.
     """
 
-    def __init__(self, config: CoreConfig, executor: Executor, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.kv_cache = KVCacheManager(executor.kv_cache_groups[0].num_blocks, config.block_size)
-        self.scheduler = Scheduler(config, self.kv_cache)
+    def __init__(
+        self,
+        config: CoreConfig,
+        executor: Executor,
+        structured_outputs: StructuredOutputs | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Without `structured_outputs`, requests that need them are refused."""
+        self.kv_cache = KVCacheManager(
+            executor.kv_cache_groups,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_offload_blocks=executor.num_offload_blocks,
+            record_events=config.enable_kv_cache_events,
+        )
+        self.scheduler = Scheduler(config, self.kv_cache, structured_outputs)
+        self.executor = executor
+        self.pause = Pause()
         self._config = config
-        self._executor = executor
+        self._structured_outputs = structured_outputs
         self._clock = clock
         self._clients: dict[int, _Client] = {}
+        self._held: dict[int, Request] = {}  # By sequence id: those that the scheduler must not have yet.
+        self._deferred: list[DeferredReply] = []
         self._num_arrivals = 0
         self._step = 0
         self._step_ended_s = clock()
+        self._submitted_s: deque[float] = deque()  # When the steps in flight were.
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do. Output may be pending without."""
         return self.scheduler.has_work
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks: queued, held by a pause, or waiting for their grammars."""
+        return self.scheduler.num_waiting + len(self._held)
+
     def handle(self, client: int, message: ToCore) -> Reply | None:
-        """Take in a client's message; the reply, to a `CallRequest`.
+        """Take in a client's message; the reply to a `CallRequest`, unless it comes later, by `take_replies`.
 
         `Stop` is for the loop around the core, not for the core.
         """
@@ -80,24 +111,41 @@ class EngineCore:
             case AbortRequests(slots):
                 for slot in slots:
                     self._abort(client, slot)
+                self._settle_replies()
             case CallRequest():
-                return run_call(self, message)
+                reply = run_call(self, client, message)
+                if isinstance(reply, Reply):
+                    return reply
+                self._deferred.append(reply)
+                self._settle_replies()
             case Stop():
                 raise TypeError("Stop ends the loop around the core.")
         return None
 
+    def poll(self) -> None:
+        """Let requests go on whose grammars have been compiled. Cheap; for each turn of the loop."""
+        if self._held and self._structured_outputs is not None and self._structured_outputs.poll():
+            self._release()
+
     def step(self) -> None:
-        """Compute one step; its output is pending afterwards.
+        """Plan and submit a step if one may be, and take in the result of the oldest one in flight when no other may be
+        submitted before; its output is pending afterwards.
 
         Raises:
             Exception: whatever the executor raised. The core must not be used any more.
         """
-        plan = self.scheduler.schedule()
-        self._executor.submit(plan)
-        outcome = self.scheduler.update(plan, self._executor.result())
-        self._step = plan.step
-        self._step_ended_s = self._clock()
-        self._emit(outcome)
+        scheduler = self.scheduler
+        plan = None
+        # Who waits for the device to rest does not wait for ever.
+        if scheduler.may_schedule and not (self._deferred and scheduler.num_in_flight):
+            plan = scheduler.schedule()
+            if plan is not None:
+                self._submitted_s.append(self._clock())
+                self.executor.submit(plan)
+        if scheduler.num_in_flight and (plan is None or self._deferred or not scheduler.may_schedule):
+            self._take_result()
+        if self._deferred:
+            self._settle_replies()
 
     def take_output(self, client: int) -> StepOutput | None:
         """A client's pending output, which is then no longer pending; None when there is none.
@@ -106,6 +154,14 @@ class EngineCore:
         """
         state = self._clients.get(client)
         return state.outbox.take(self._step, self._step_ended_s) if state else None
+
+    def take_replies(self, client: int) -> Sequence[Reply]:
+        """Replies that were not ready when `handle` returned. The output that came before them is taken before."""
+        state = self._clients.get(client)
+        if not state or not state.replies:
+            return ()
+        replies, state.replies = state.replies, []
+        return replies
 
     def clients_with_output(self) -> Iterable[int]:
         """The clients for which `take_output` returns something."""
@@ -116,7 +172,34 @@ class EngineCore:
         state = self._clients.pop(client, None)
         if state:
             for request in state.requests.values():
-                self.scheduler.abort(request)
+                self._end(request)
+            self._settle_replies()
+
+    def abort_all(self) -> None:
+        """Abort every request."""
+        for request in list(self._requests()):
+            self._end(request)
+            self._emit_finished(request)
+
+    def begin_pause(self, mode: PauseMode, *, is_sleep: bool = False) -> None:
+        """Pause, and do with present requests what the mode says."""
+        self.pause.begin(mode, self._num_arrivals, is_sleep=is_sleep)
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+        self.apply_pause()
+
+    def apply_pause(self) -> None:
+        """Do what `pause` says, after it has changed."""
+        self.scheduler.is_paused = self.pause.is_frozen
+        self._release()
+
+    def has_any_of(self, sequence_ids: Iterable[int]) -> bool:
+        """Whether one of these requests has not ended."""
+        return not {request.sequence_id for request in self._requests()}.isdisjoint(sequence_ids)
+
+    def sequence_ids(self) -> frozenset[int]:
+        """All requests that have not ended."""
+        return frozenset(request.sequence_id for request in self._requests())
 
     def check_integrity(self) -> None:
         """Return when the core's books are right.
@@ -126,9 +209,17 @@ class EngineCore:
         """
         self.scheduler.check_integrity()
         num_requests = sum(len(state.requests) for state in self._clients.values())
-        num_scheduled = self.scheduler.num_running + self.scheduler.num_waiting
-        if num_requests != num_scheduled:
-            raise AssertionError(f"Clients have {num_requests} requests, the scheduler {num_scheduled}")
+        num_known = self.scheduler.num_running + self.num_waiting
+        if num_requests != num_known:
+            raise AssertionError(
+                f"Clients have {num_requests} requests, the scheduler and the held ones are {num_known}"
+            )
+
+    # Requests
+
+    def _requests(self) -> Iterator[Request]:
+        for state in self._clients.values():
+            yield from state.requests.values()
 
     def _add(self, client: int, message: EngineCoreRequest) -> None:
         state = self._clients.setdefault(client, _Client())
@@ -138,26 +229,94 @@ class EngineCore:
             return
         try:
             request = make_request(client, message, self._num_arrivals, self._config)
-            self.scheduler.add(request)
+            self.executor.check_sampling(request.sampling)
+            self.scheduler.check(request)
+            request.grammar = self._start_grammar(request, message)
         except Exception as error:  # A border: what is wrong with one request is that request's answer.
             state.outbox.finish(Finished(slot, FinishReason.ABORT, error=error_to_data(error)))
             return
         self._num_arrivals += 1
         state.requests[slot] = request
+        self._held[request.sequence_id] = request
+        self._release_if_allowed(request)
+
+    def _start_grammar(self, request: Request, message: EngineCoreRequest) -> Grammar | None:
+        params = request.sampling.structured_outputs
+        if params is None:
+            return None
+        if self._structured_outputs is None:
+            raise RequestError("This engine has no structured outputs.", param="structured_outputs")
+        eos_token_ids = tuple(sorted(request.eos_token_ids))
+        return self._structured_outputs.start(params, request.token_ids, eos_token_ids, message.reasoning_ended)
+
+    def _release(self) -> None:
+        """Hand on those held that are held no more."""
+        for request in list(self._held.values()):
+            self._release_if_allowed(request)
+
+    def _release_if_allowed(self, request: Request) -> None:
+        if not self._is_held_no_more(request):
+            return
+        del self._held[request.sequence_id]
+        grammar = request.grammar
+        if grammar is not None and grammar.error is not None:
+            error = error_to_data(grammar.error)
+            _end_held(request, RequestEvent.FAILED, Finished(request.slot, FinishReason.ABORT, error=error))
+            self._emit_finished(request)
+        else:
+            self.scheduler.add(request)
+
+    def _is_held_no_more(self, request: Request) -> bool:
+        grammar = request.grammar
+        is_compiled = grammar is None or grammar.is_ready or grammar.error is not None
+        return is_compiled and not self.pause.holds(request.sequence_id)
 
     def _abort(self, client: int, slot: int) -> None:
         state = self._clients.get(client)
         request = state.requests.get(slot) if state else None
         if request:
-            self.scheduler.abort(request)
+            self._end(request)
             self._emit_finished(request)
+
+    def _end(self, request: Request) -> None:
+        """Abort a request, wherever it is."""
+        if self._held.pop(request.sequence_id, None) is None:
+            self.scheduler.abort(request)
+            return
+        if request.grammar is not None and self._structured_outputs is not None:
+            self._structured_outputs.abandon(request.grammar)
+        _end_held(request, RequestEvent.ABORTED, Finished(request.slot, FinishReason.ABORT))
+
+    # Results
+
+    def _take_result(self) -> None:
+        result = self.executor.result()
+        outcome = self.scheduler.update(result)
+        now, submitted_s = self._clock(), self._submitted_s.popleft()
+        speculator = self.scheduler.drafting.speculator
+        if speculator is not None and result.tokens:
+            # A step begins when the one before it has ended.
+            speculator.observe_step(now - max(submitted_s, self._step_ended_s), result.draft_seconds)
+        self._step, self._step_ended_s = result.step, now
+        self._emit(outcome)
 
     def _emit(self, outcome: StepOutcome) -> None:
         clients = self._clients
-        for request, token in zip(outcome.requests, outcome.tokens, strict=True):
-            outbox = clients[request.client].outbox
-            outbox.slots.append(request.slot)
-            outbox.tokens.append(token)
+        for request in outcome.found:
+            clients[request.client].outbox.add_cached_tokens(request.slot, request.num_cached_tokens or 0)
+        if len(clients) == 1:
+            (state,) = clients.values()
+            state.outbox.slots.extend([request.slot for request in outcome.requests])
+            state.outbox.tokens.extend(outcome.tokens)
+        else:
+            for request, token in zip(outcome.requests, outcome.tokens, strict=True):
+                outbox = clients[request.client].outbox
+                outbox.slots.append(request.slot)
+                outbox.tokens.append(token)
+        for request, logprobs in outcome.logprobs:
+            clients[request.client].outbox.add_logprobs(request.slot, logprobs)
+        for request, logprobs in outcome.prompt_logprobs:
+            clients[request.client].outbox.add_prompt_logprobs(request.slot, logprobs)
         for request in outcome.finished:
             self._emit_finished(request)
 
@@ -166,3 +325,18 @@ class EngineCore:
         state = self._clients[request.client]
         del state.requests[request.slot]
         state.outbox.finish(request.finished)
+
+    def _settle_replies(self) -> None:
+        """Give replies that have become ready."""
+        for deferred in list(self._deferred):
+            reply = deferred.attempt()
+            if reply is not None:
+                self._deferred.remove(deferred)
+                state = self._clients.get(deferred.client)
+                if state:
+                    state.replies.append(reply)
+
+
+def _end_held(request: Request, event: RequestEvent, finished: Finished) -> None:
+    request.apply(event)
+    request.finished = finished

@@ -146,7 +146,8 @@ class StepResult:
     tokens: Sequence[int]
     """One per entry of `StepPlan.scheduled`, in its order: the sampled token, or `NO_TOKEN`."""
     failures: Sequence[SequenceFailure] = ()
-    """Their entries in `tokens` are `NO_TOKEN`. The core removes them in a later plan."""
+    """Their entries in `tokens` are `NO_TOKEN`. The core removes them in a later plan; the one that is in flight then
+    may still have them, and whatever comes of that is ignored."""
     num_accepted: Mapping[int, int] = attrs.field(factory=dict[int, int])
     """By index in `StepPlan.scheduled`, for entries with drafts: how many were accepted. They come before the token in
     `tokens`. Absent is 0."""

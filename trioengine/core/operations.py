@@ -3,22 +3,46 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import attrs
+
+from trioengine.core.pause import MEMORY_TAGS
+from trioengine.errors import RequestError
 from trioengine.types.codec import encode_reply, error_to_data
 from trioengine.types.messages import (
     Call,
     CallRequest,
     CheckIntegrity,
     CoreLoad,
+    CoreStats,
     GetKVCacheEvents,
     GetLoad,
+    GetStats,
+    IsPaused,
+    IsSleeping,
     KVCacheEvents,
+    PauseGeneration,
+    PauseMode,
     Reply,
+    ResetPrefixCache,
+    ResumeGeneration,
+    Sleep,
+    WakeUp,
 )
 
 if TYPE_CHECKING:
     from trioengine.core.engine_core import EngineCore
 
 R = TypeVar("R")
+
+
+@attrs.frozen
+class Later:
+    """What a handler returns whose reply, None, has to wait."""
+
+    attempt: Callable[[], bool]
+    """Goes on with the operation, and says whether it is done. May raise."""
+
+
 Handler: TypeAlias = "Callable[[EngineCore, Any], object]"
 
 
@@ -26,9 +50,31 @@ def get_load(core: "EngineCore", _: GetLoad) -> CoreLoad:
     """How much the core has to do."""
     return CoreLoad(
         running=core.scheduler.num_running,
-        waiting=core.scheduler.num_waiting,
+        waiting=core.num_waiting,
         free_blocks=core.kv_cache.num_free_blocks,
         total_blocks=core.kv_cache.num_blocks,
+    )
+
+
+def get_stats(core: "EngineCore", _: GetStats) -> CoreStats:
+    """What the core has done."""
+    cache, speculator = core.kv_cache.statistics, core.scheduler.drafting.speculator
+    drafts = speculator.statistics if speculator else None
+    return CoreStats(
+        running=core.scheduler.num_running,
+        waiting=core.num_waiting,
+        kv_cache_usage=core.kv_cache.usage,
+        num_steps=core.scheduler.num_steps,
+        num_preemptions=core.scheduler.num_preemptions,
+        num_prefix_cache_queries=cache.num_queried_tokens,
+        num_prefix_cache_hits=cache.num_hit_tokens,
+        num_evicted_blocks=cache.num_evicted_blocks,
+        num_offloaded_blocks=cache.num_saved_blocks,
+        num_loaded_blocks=cache.num_loaded_blocks,
+        num_drafts=drafts.num_drafts if drafts else 0,
+        num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
+        num_accepted_tokens=drafts.num_accepted_tokens if drafts else 0,
+        num_accepted_tokens_per_pos=tuple(drafts.num_accepted_tokens_per_pos) if drafts else (),
     )
 
 
@@ -42,18 +88,131 @@ def get_kv_cache_events(core: "EngineCore", call: GetKVCacheEvents) -> KVCacheEv
     return core.kv_cache.events_after(call.after)
 
 
+def reset_prefix_cache(core: "EngineCore", _: ResetPrefixCache) -> bool:
+    """Forget cached prefixes, unless requests hold some."""
+    if core.scheduler.num_running:
+        return False
+    core.kv_cache.reset_prefix_cache()
+    return True
+
+
+def pause_generation(core: "EngineCore", call: PauseGeneration) -> Later:
+    """Pause; done when nothing is computed any more."""
+    core.begin_pause(call.mode)
+    present = core.sequence_ids() if call.mode is not PauseMode.KEEP else frozenset[int]()
+
+    def attempt() -> bool:
+        if core.has_any_of(present):
+            return False
+        if call.clear_cache:
+            core.scheduler.preempt_all()
+        if not core.scheduler.is_idle:
+            return False
+        if call.clear_cache:
+            core.kv_cache.reset_prefix_cache()
+        return True
+
+    return Later(attempt)
+
+
+def resume_generation(core: "EngineCore", _: ResumeGeneration) -> None:
+    """End a pause."""
+    core.pause.mode = None
+    core.apply_pause()
+
+
+def is_paused(core: "EngineCore", _: IsPaused) -> bool:
+    """Whether requests wait."""
+    return core.pause.is_on
+
+
+def sleep(core: "EngineCore", call: Sleep) -> Later:
+    """Pause, and then sleep. Requests that are kept are computed again after waking up."""
+    if call.level not in (1, 2):
+        raise RequestError(f"level must be 1 or 2, not {call.level}.", param="level")
+    core.begin_pause(call.mode, is_sleep=True)
+    present = core.sequence_ids() if call.mode is not PauseMode.KEEP else frozenset[int]()
+
+    def attempt() -> bool:
+        pause = core.pause
+        if pause.asleep or pause.sleep_mode is None:  # It sleeps already, or was woken up before it did.
+            return True
+        if core.has_any_of(present):
+            return False
+        pause.sleep_mode = PauseMode.KEEP  # Whoever has come since is kept.
+        core.apply_pause()
+        core.scheduler.preempt_all()
+        if not core.scheduler.is_idle:
+            return False
+        core.kv_cache.reset_prefix_cache()
+        try:
+            core.executor.sleep(call.level)
+        except Exception:
+            pause.sleep_mode = None
+            core.apply_pause()
+            raise
+        pause.asleep = frozenset(MEMORY_TAGS)
+        return True
+
+    return Later(attempt)
+
+
+def wake_up(core: "EngineCore", call: WakeUp) -> None:
+    """Take memory again; go on when nothing sleeps any more."""
+    tags = core.pause.wake_up(call.tags)
+    if tags:
+        core.executor.wake_up(sorted(tags))
+    core.pause.asleep -= tags
+    if not core.pause.asleep:
+        core.pause.sleep_mode = None
+        core.apply_pause()
+
+
+def is_sleeping(core: "EngineCore", _: IsSleeping) -> bool:
+    """Whether some memory is given back."""
+    return bool(core.pause.asleep)
+
+
 HANDLERS: Mapping[type[Call[Any]], Handler] = {
     GetLoad: get_load,
+    GetStats: get_stats,
     CheckIntegrity: check_integrity,
     GetKVCacheEvents: get_kv_cache_events,
+    ResetPrefixCache: reset_prefix_cache,
+    PauseGeneration: pause_generation,
+    ResumeGeneration: resume_generation,
+    IsPaused: is_paused,
+    Sleep: sleep,
+    WakeUp: wake_up,
+    IsSleeping: is_sleeping,
 }
 
 
-def run_call(core: "EngineCore", request: CallRequest) -> Reply:
+@attrs.frozen(eq=False)
+class DeferredReply:
+    """A reply that is not ready yet."""
+
+    client: int
+    call_id: int
+    call_class: type[Call[object]]
+    later: Later
+
+    def attempt(self) -> Reply | None:
+        """Go on with the operation; the reply when it is done, or has failed."""
+        try:
+            is_done = self.later.attempt()
+        except Exception as error:  # A border, as below.
+            return Reply(self.call_id, error=error_to_data(error))
+        return Reply(self.call_id, encode_reply(self.call_class, None)) if is_done else None
+
+
+def run_call(core: "EngineCore", client: int, request: CallRequest) -> Reply | DeferredReply:
     """Run an operation. Its value, or whatever it raised, is in the reply."""
     call = request.call
     try:
         value = HANDLERS[type(call)](core, call)
+        if isinstance(value, Later):
+            return DeferredReply(client, request.call_id, type(call), value)
         return Reply(request.call_id, encode_reply(type(call), value))
     except Exception as error:  # A border: the error is the caller's answer, and the core goes on.
         return Reply(request.call_id, error=error_to_data(error))

@@ -4,9 +4,10 @@ It knows columns and their order, not what happens to a message afterwards.
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from trioengine.types.messages import Finished, StepOutput
+from trioengine.core.executor import TokenLogprobs
+from trioengine.types.messages import Finished, LogprobColumns, StepOutput
 
 
 class Outbox:
@@ -20,16 +21,32 @@ class Outbox:
         self.slots = array("i")
         self.tokens = array("i")
         self._finished: list[Finished] = []
+        self._cached_tokens = array("i")
+        self._logprobs = _LogprobRows()
+        self._prompt_logprobs = _LogprobRows()
         self._sequence = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to take."""
-        return not self.slots and not self._finished
+        # How much was cached is of no interest before a slot's first row.
+        return not (self.slots or self._finished or self._prompt_logprobs.slots)
 
     def finish(self, finished: Finished) -> None:
         """Add the last word about a slot; no token for it follows."""
         self._finished.append(finished)
+
+    def add_cached_tokens(self, slot: int, num_tokens: int) -> None:
+        """Add how many tokens of a slot's prompt were cached, before the slot's first token."""
+        self._cached_tokens.extend((slot, num_tokens))
+
+    def add_logprobs(self, slot: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add log probabilities of a slot's newest tokens, one for each."""
+        self._logprobs.add(slot, logprobs)
+
+    def add_prompt_logprobs(self, slot: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add log probabilities of the next tokens of a slot's prompt."""
+        self._prompt_logprobs.add(slot, logprobs)
 
     def take(self, step: int, timestamp_s: float) -> StepOutput | None:
         """Everything pending as the client's next message; None when there is nothing."""
@@ -49,10 +66,42 @@ class Outbox:
             tokens=tokens.tobytes(),
             counts=counts,
             finished=tuple(self._finished),
+            logprobs=self._logprobs.take(),
+            prompt_logprobs=self._prompt_logprobs.take(),
+            cached_tokens=self._cached_tokens.tobytes(),
         )
         self._sequence += 1
         self.slots, self.tokens, self._finished = array("i"), array("i"), []
+        self._cached_tokens = array("i")
         return output
+
+
+class _LogprobRows:
+    """Log probabilities in columns, an entry for each token."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def add(self, slot: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Append entries."""
+        for entry in logprobs:
+            self.slots.append(slot)
+            self._counts.append(len(entry.token_ids))
+            self._ranks.append(entry.rank)
+            self._token_ids.extend(entry.token_ids)
+            self._logprobs.extend(entry.logprobs)
+
+    def take(self) -> LogprobColumns | None:
+        """All entries, which are then no longer here; None when there is none."""
+        if not self.slots:
+            return None
+        columns = (self.slots, self._counts, self._ranks, self._token_ids, self._logprobs)
+        self._clear()
+        return LogprobColumns(*(column.tobytes() for column in columns))
+
+    def _clear(self) -> None:
+        self.slots, self._counts, self._ranks, self._token_ids = (array("i") for _ in range(4))
+        self._logprobs = array("f")
 
 
 def _tokens_by_slot(slots: "array[int]", tokens: "array[int]") -> Mapping[int, list[int]]:

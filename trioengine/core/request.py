@@ -5,12 +5,16 @@ It knows neither how requests are scheduled nor how their output leaves.
 
 import enum
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
+from trioengine.config.engine import SchedulingPolicy
 from trioengine.core.config import CoreConfig
-from trioengine.core.executor import NewSequence, ScheduledSequence
+from trioengine.core.executor import NewSequence, ScheduledSequence, TokenLogprobs
+from trioengine.core.prefix_cache import cache_namespace
+from trioengine.core.speculation import RequestSpeculation
+from trioengine.core.structured_output import Grammar
 from trioengine.errors import PromptTooLongError, RequestError
 from trioengine.types.messages import EngineCoreRequest, Finished
 from trioengine.types.output import FinishReason
@@ -21,9 +25,9 @@ class RequestStatus(enum.Enum):
     """Where a request is in its life."""
 
     WAITING = enum.auto()
-    """Queued; it holds no blocks and the executor does not know it."""
+    """It holds no blocks. The executor does not know it, or is about to forget it."""
     RUNNING = enum.auto()
-    """It holds blocks, and every step computes some of its tokens."""
+    """It holds blocks, and steps compute its tokens."""
     FINISHED = enum.auto()
     """Its `finished` is set; nothing more happens to it."""
 
@@ -34,11 +38,11 @@ class RequestEvent(enum.Enum):
     ADMITTED = enum.auto()
     """It got its blocks."""
     PREEMPTED = enum.auto()
-    """It gave its blocks back to an older request; what it computed is lost, its tokens are not."""
+    """It gave its blocks back to a request that comes before it; what it computed is lost, its tokens are not."""
     STOPPED = enum.auto()
     """A token or a limit ended it."""
     FAILED = enum.auto()
-    """The executor could not go on with it."""
+    """Nobody can go on with it: the executor, or the grammar of its answer."""
     ABORTED = enum.auto()
     """Its client wants no more of it."""
 
@@ -46,6 +50,9 @@ class RequestEvent(enum.Enum):
 TRANSITIONS: Mapping[tuple[RequestStatus, RequestEvent], RequestStatus] = {
     (RequestStatus.WAITING, RequestEvent.ADMITTED): RequestStatus.RUNNING,
     (RequestStatus.WAITING, RequestEvent.ABORTED): RequestStatus.FINISHED,
+    # A step that was in flight when the request was preempted may bring its end.
+    (RequestStatus.WAITING, RequestEvent.STOPPED): RequestStatus.FINISHED,
+    (RequestStatus.WAITING, RequestEvent.FAILED): RequestStatus.FINISHED,
     (RequestStatus.RUNNING, RequestEvent.PREEMPTED): RequestStatus.WAITING,
     (RequestStatus.RUNNING, RequestEvent.STOPPED): RequestStatus.FINISHED,
     (RequestStatus.RUNNING, RequestEvent.FAILED): RequestStatus.FINISHED,
@@ -63,8 +70,10 @@ class Request:
     request_id: str
     sequence_id: int
     """Its name between the core and the executor; counts requests in the order of their arrival."""
+    priority: int
+    """Lower values come first; 0 where the policy knows no priorities."""
     token_ids: "array[int]"
-    """Prompt and answer."""
+    """Prompt and answer, as far as known."""
     num_prompt_tokens: int
     max_total_tokens: int
     """It ends when `token_ids` is this long."""
@@ -73,22 +82,55 @@ class Request:
     eos_token_ids: frozenset[int]
     end_token_ids: frozenset[int]
     """`eos_token_ids` and the sampling's `stop_token_ids`."""
+    namespace: bytes
+    """Requests share cached prefixes only within one namespace."""
+    is_long: bool
+    """Whether its prompt has more tokens than `long_prefill_token_threshold`."""
     work: ScheduledSequence
     """Its entry in every plan, changed in place from step to step: a new object for each running request and step
     would be a good part of the cost of a step."""
     status: RequestStatus = RequestStatus.WAITING
     finished: Finished | None = None
     """How it ended."""
+    grammar: Grammar | None = None
+    """What binds its answer."""
+    speculation: RequestSpeculation | None = None
+    """What is known about its drafts; None where there is no speculation."""
+    num_slots: int = 0
+    """Tokens that its blocks have room for."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that the cache had when it was first admitted; None before."""
+    preempted_in: int = -1
+    """The step that it was last taken out of; it does not come back in the same."""
+    num_blocks_given_back: int = 0
+    """Blocks that became free when it was last preempted."""
+    valid_from: int = 0
+    """What earlier steps sampled for it was computed from wrong data, and is dropped."""
+    next_prompt_logprob: int = 1
+    """The position in the prompt that the next log probability from the executor is of. After a preemption they come
+    again from the start."""
+    num_prompt_logprobs: int = 1
+    """Positions of the prompt up to which log probabilities were sent."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place in every order: by priority, then by arrival."""
+        return self.priority, self.sequence_id
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose keys and values are in the cache."""
-        return self.work.num_computed_tokens
+        """Tokens whose keys and values are in the cache once all steps in flight are done."""
+        return self.work.num_computed_tokens + self.work.num_tokens
 
     @property
     def num_generated_tokens(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether the executor computes log probabilities of its prompt."""
+        return self.sampling.prompt_logprobs is not None
 
     def apply(self, event: RequestEvent) -> None:
         """Go to the status that follows. KeyError: the event cannot happen now, which is a bug of the caller."""
@@ -120,6 +162,14 @@ class Request:
             return Finished(self.slot, FinishReason.LENGTH)
         return None
 
+    def unsent_prompt_logprobs(self, part: Sequence[TokenLogprobs]) -> Sequence[TokenLogprobs]:
+        """Of the next part of the prompt's log probabilities, those that were not sent before a preemption."""
+        start = self.next_prompt_logprob
+        self.next_prompt_logprob += len(part)
+        unsent = part[max(0, self.num_prompt_logprobs - start) :]
+        self.num_prompt_logprobs = max(self.num_prompt_logprobs, self.next_prompt_logprob)
+        return unsent
+
 
 def make_request(client: int, message: EngineCoreRequest, sequence_id: int, config: CoreConfig) -> Request:
     """The request that a message asks for, checked, so that it cannot harm the step it will share with others.
@@ -139,12 +189,15 @@ def make_request(client: int, message: EngineCoreRequest, sequence_id: int, conf
     _check_in_vocabulary("logit_bias", frozenset(sampling.logit_bias or ()), config)
     if not 0 <= message.seed < 2**64:
         raise RequestError("seed must be an unsigned 64-bit integer.", param="seed")
+    _check_in_vocabulary("allowed_token_ids", frozenset(sampling.allowed_token_ids or ()), config)
     max_tokens = config.max_model_len if sampling.max_tokens is None else sampling.max_tokens
+    has_priorities = config.scheduling_policy is SchedulingPolicy.PRIORITY
     return Request(
         client=client,
         slot=message.slot,
         request_id=message.request_id,
         sequence_id=sequence_id,
+        priority=message.priority if has_priorities else 0,
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         max_total_tokens=min(len(token_ids) + max_tokens, config.max_model_len),
@@ -152,6 +205,8 @@ def make_request(client: int, message: EngineCoreRequest, sequence_id: int, conf
         seed=message.seed,
         eos_token_ids=eos_token_ids,
         end_token_ids=end_token_ids,
+        namespace=cache_namespace(message.cache_salt),
+        is_long=0 < config.long_prefill_token_threshold < len(token_ids),
         work=ScheduledSequence(sequence_id, num_computed_tokens=0, num_tokens=0),
     )
 

@@ -1,22 +1,31 @@
 """`CoreDriver`: an `EngineCore` over a `FakeExecutor`, with the front ends' side of the protocol kept and checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import attrs
 
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
-from trioengine.core.executor import StepPlan
+from trioengine.core.executor import BlockCopy, NewSequence, StepPlan, TokenLogprobs
+from trioengine.core.structured_output import StructuredOutputs
 from trioengine.testing.fake_executor import FakeExecutor, Script
+from trioengine.types.codec import decode_reply, error_from_data
 from trioengine.types.messages import (
     AbortRequests,
+    Call,
+    CallRequest,
     EngineCoreRequest,
     Finished,
+    LogprobColumns,
+    Reply,
     StepOutput,
     pack_int32,
     unpack_int32,
 )
 from trioengine.types.params import SamplingParams
+
+R = TypeVar("R")
 
 
 def make_core_config(
@@ -45,6 +54,8 @@ def make_core_request(
     max_tokens: int = 4,
     seed: int = 0,
     eos_token_ids: tuple[int, ...] = (),
+    priority: int = 0,
+    cache_salt: str | None = None,
 ) -> EngineCoreRequest:
     """A request as a front end sends it; `max_tokens` counts where `sampling` is not given."""
     return EngineCoreRequest(
@@ -54,6 +65,8 @@ def make_core_request(
         sampling=sampling or SamplingParams(max_tokens=max_tokens),
         seed=seed,
         eos_token_ids=eos_token_ids,
+        priority=priority,
+        cache_salt=cache_salt,
     )
 
 
@@ -64,6 +77,9 @@ class Answer:
     client: int
     slot: int
     tokens: list[int] = attrs.field(factory=list[int])
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list[TokenLogprobs])
+    prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list[TokenLogprobs])
+    num_cached_tokens: int = 0
     finished: Finished | None = None
 
 
@@ -80,6 +96,11 @@ class CoreDriver:
         *,
         num_blocks: int = 64,
         scripts: Mapping[tuple[int, ...], Script] | None = None,
+        draft_model: Callable[[Sequence[int]], Sequence[int]] | None = None,
+        num_offload_blocks: int = 0,
+        fails: Callable[[NewSequence, int], bool] = lambda _sequence, _num_generated: False,
+        fails_load: Callable[[BlockCopy], bool] = lambda _: False,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> None:
         self.config = config or make_core_config()
         self.plans: list[StepPlan] = []
@@ -90,11 +111,19 @@ class CoreDriver:
             vocab_size=self.config.vocab_size,
             scripts=scripts,
             before_step=self._record,
+            draft_model=draft_model,
+            num_offload_blocks=num_offload_blocks,
+            fails=fails,
+            fails_load=fails_load,
         )
-        self.core = EngineCore(self.config, self.executor)
+        # On this clock steps take no time, so that nobody decides by how long they took.
+        self.core = EngineCore(self.config, self.executor, structured_outputs, clock=lambda: 0.0)
         self.outputs: list[StepOutput] = []
+        self.replies: list[Reply] = []
+        """Those that came later."""
         self._answers: dict[int, dict[int, Answer]] = {}
         self._sequences: dict[int, int] = {}
+        self._num_calls = 0
 
     def add(self, request: EngineCoreRequest, client: int = 0) -> Answer:
         """Send a request; its answer fills as output is taken."""
@@ -108,6 +137,28 @@ class CoreDriver:
         """Send an abort."""
         assert self.core.handle(client, AbortRequests(slots)) is None
 
+    def call(self, call: Call[R], client: int = 0) -> R:
+        """Run an operation whose reply comes at once, or raise its error."""
+        reply = self.begin_call(call, client)
+        assert reply is not None, f"no reply yet to {call}"
+        return self.value_of(call, reply)
+
+    def begin_call(self, call: Call[object], client: int = 0) -> Reply | None:
+        """Send an operation; its reply if that comes at once, else it will be in `replies`."""
+        self._num_calls += 1
+        reply = self.core.handle(client, CallRequest(self._num_calls, call))
+        if reply is None:
+            self.take_all()
+            if self.replies and self.replies[-1].call_id == self._num_calls:
+                reply = self.replies.pop()
+        return reply
+
+    def value_of(self, call: Call[R], reply: Reply) -> R:
+        """What a reply to this operation says, or raise its error."""
+        if reply.error is not None:
+            raise error_from_data(reply.error)
+        return decode_reply(type(call), reply.value)
+
     def drop_client(self, client: int) -> None:
         """Let a client vanish."""
         self.core.drop_client(client)
@@ -116,6 +167,7 @@ class CoreDriver:
 
     def step(self) -> None:
         """One step, its output left pending."""
+        self.core.poll()
         self.core.step()
         self.core.check_integrity()
 
@@ -133,14 +185,25 @@ class CoreDriver:
         for slot, count in zip(slots, unpack_int32(output.counts) if output.counts else [1] * len(slots), strict=True):
             answers[slot].tokens.extend(next(tokens) for _ in range(count))
         assert next(tokens, None) is None, f"more tokens than counted: {output}"
+        for entry, logprobs in _entries(output.logprobs):
+            answers[entry].logprobs.append(logprobs)
+        for entry, logprobs in _entries(output.prompt_logprobs):
+            answers[entry].prompt_logprobs.append(logprobs)
+        cached = unpack_int32(output.cached_tokens)
+        for slot, num_tokens in zip(cached[::2], cached[1::2], strict=True):
+            assert num_tokens > 0
+            assert answers[slot].num_cached_tokens == 0, f"told twice: {output}"
+            answers[slot].num_cached_tokens = num_tokens
         for finished in output.finished:
             answers.pop(finished.slot).finished = finished
         return output
 
     def take_all(self) -> None:
-        """Take every client's output."""
+        """Take every client's output, then its replies."""
         for client in self.core.clients_with_output():
             assert self.take(client) is not None
+        for client in self._answers.keys() | {0}:
+            self.replies += self.core.take_replies(client)
 
     def run(self, max_steps: int = 1000) -> None:
         """Step until nothing is left to do, taking all output."""
@@ -154,3 +217,16 @@ class CoreDriver:
     def _record(self, plan: StepPlan) -> None:
         # The core changes the entries from step to step.
         self.plans.append(attrs.evolve(plan, scheduled=[attrs.evolve(work) for work in plan.scheduled]))
+
+
+def _entries(columns: LogprobColumns | None) -> Iterator[tuple[int, TokenLogprobs]]:
+    """Slot and log probabilities of each entry."""
+    if columns is None:
+        return
+    token_ids, logprobs = unpack_int32(columns.token_ids), memoryview(columns.logprobs).cast("f")
+    start = 0
+    for slot, count, rank in zip(*map(unpack_int32, (columns.slots, columns.counts, columns.ranks)), strict=True):
+        end = start + count
+        yield slot, TokenLogprobs(list(token_ids[start:end]), list(logprobs[start:end]), rank)
+        start = end
+    assert start == len(token_ids) == len(logprobs)

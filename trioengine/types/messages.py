@@ -7,6 +7,7 @@ A *slot* is a small integer that the front end gives a request, so that routing 
 reserved until the core's `Finished` for it arrives; every `EngineCoreRequest` gets exactly one `Finished`.
 """
 
+import enum
 from array import array
 from collections.abc import Sequence
 from typing import Generic, TypeAlias, TypeVar
@@ -151,6 +152,99 @@ class GetKVCacheEvents(Call[KVCacheEvents]):
 
 
 @attrs.frozen
+class ResetPrefixCache(Call[bool]):
+    """Forget cached prefixes. Replies False, and forgets nothing, while requests hold blocks."""
+
+
+class PauseMode(enum.StrEnum):
+    """What becomes of the requests that a pause finds."""
+
+    ABORT = "abort"
+    """They end at once."""
+    WAIT = "wait"
+    """They go on to their ends."""
+    KEEP = "keep"
+    """They rest, and go on afterwards."""
+
+
+@attrs.frozen
+class PauseGeneration(Call[None]):
+    """Compute nothing for new requests, which wait, until `ResumeGeneration`.
+
+    The reply comes when nothing is computed any more: with `WAIT`, when all requests that were there have ended.
+    """
+
+    mode: PauseMode = PauseMode.ABORT
+    clear_cache: bool = True
+    """Forget what was computed, also for requests that are kept; for new weights."""
+
+
+@attrs.frozen
+class ResumeGeneration(Call[None]):
+    """End a pause."""
+
+
+@attrs.frozen
+class IsPaused(Call[bool]):
+    """Whether requests wait for the end of a pause or a sleep."""
+
+
+@attrs.frozen
+class Sleep(Call[None]):
+    """Pause, then give memory back until `WakeUp`. The reply comes when that is done."""
+
+    level: int = 1
+    """1 gives back the KV cache's memory, 2 that of the weights too."""
+    mode: PauseMode = PauseMode.ABORT
+
+
+@attrs.frozen
+class WakeUp(Call[None]):
+    """Take memory again. When nothing sleeps any more, generation goes on."""
+
+    tags: tuple[str, ...] = ()
+    """"weights" and "kv_cache"; none is both."""
+
+
+@attrs.frozen
+class IsSleeping(Call[bool]):
+    """Whether some memory is given back."""
+
+
+@attrs.frozen
+class CoreStats:
+    """How a core does, and what it has done since its start."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """0 to 1: the part of the KV cache that running requests hold."""
+    num_steps: int
+    num_preemptions: int
+    num_prefix_cache_queries: int
+    """Tokens that were looked for in the prefix cache."""
+    num_prefix_cache_hits: int
+    """Tokens that were found there."""
+    num_evicted_blocks: int
+    """Cached blocks that were used for something else."""
+    num_offloaded_blocks: int
+    """Blocks that were copied into the offload store."""
+    num_loaded_blocks: int
+    """Blocks that were copied back."""
+    num_drafts: int
+    """Times that a request had drafts in a step. Those of grammars do not count."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    """Of the accepted ones, how many were first, second, and so on."""
+
+
+@attrs.frozen
+class GetStats(Call[CoreStats]):
+    """Count what the core does."""
+
+
+@attrs.frozen
 class CallRequest:
     """Run an operation; a `Reply` with the same `call_id` follows."""
 
@@ -276,5 +370,17 @@ class EngineDead:
 ToCore: TypeAlias = EngineCoreRequest | AbortRequests | CallRequest | Stop
 FromCore: TypeAlias = Starting | Ready | StepOutput | Reply | EngineDead
 
-CALLS: tuple[type[Call[object]], ...] = (GetLoad, CheckIntegrity, GetKVCacheEvents)
+CALLS: tuple[type[Call[object]], ...] = (
+    GetLoad,
+    CheckIntegrity,
+    GetKVCacheEvents,
+    ResetPrefixCache,
+    PauseGeneration,
+    ResumeGeneration,
+    IsPaused,
+    Sleep,
+    WakeUp,
+    IsSleeping,
+    GetStats,
+)
 """Every operation. The place in this tuple is its tag on the wire."""

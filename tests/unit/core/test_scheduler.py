@@ -1,43 +1,78 @@
 """First come, first served, within a token budget and the blocks there are."""
 
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+import attrs
 import pytest
 
-from trioengine.core.executor import NO_TOKEN, SequenceFailure, StepPlan, StepResult
+from trioengine.core.executor import NO_TOKEN, KVCacheGroup, SequenceFailure, StepPlan, StepResult
 from trioengine.core.kv_cache_manager import KVCacheManager
 from trioengine.core.request import Request, RequestStatus, make_request
-from trioengine.core.scheduler import Scheduler, StepOutcome
+from trioengine.core.scheduler import Scheduler
+from trioengine.core.step import StepOutcome
 from trioengine.errors import RequestError
 from trioengine.testing.core_driver import make_core_config, make_core_request
+from trioengine.types.params import SamplingParams
 
 
 class Steps:
     """A scheduler whose requests all get token 1 whenever they get one."""
 
-    def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, max_num_batched_tokens: int = 64) -> None:
-        self.config = make_core_config(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.kv_cache = KVCacheManager(num_blocks, self.config.block_size)
+    def __init__(self, *, num_blocks: int = 64, **options: Any) -> None:
+        self.config = attrs.evolve(make_core_config(), **options)
+        self.kv_cache = KVCacheManager(
+            [KVCacheGroup(num_blocks)],
+            self.config.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
         self.scheduler = Scheduler(self.config, self.kv_cache)
-        self.known_tokens: dict[int, Request] = {}
+        self.requests: list[Request] = []
+        self._num_known: dict[int, int] = {}  # As the executor has them, tokens that are on their way included.
+        self._tokens: deque[tuple[int, list[int]]] = deque()
 
-    def add(self, num_prompt_tokens: int, max_tokens: int = 8) -> Request:
-        message = make_core_request(prompt=[1] * num_prompt_tokens, max_tokens=max_tokens)
-        request = make_request(0, message, len(self.known_tokens), self.config)
-        self.known_tokens[request.sequence_id] = request
+    def add(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int = 8,
+        *,
+        priority: int = 0,
+        token: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> Request:
+        prompt = [token] * num_prompt_tokens
+        message = make_core_request(prompt=prompt, max_tokens=max_tokens, priority=priority, sampling=sampling)
+        request = make_request(0, message, len(self.requests), self.config)
+        self.requests.append(request)
+        self.scheduler.check(request)
         self.scheduler.add(request)
         return request
 
-    def update(self, plan: StepPlan) -> StepOutcome:
-        outcome = self.scheduler.update(plan, StepResult(plan.step, [self._token(plan, i) for i in _indices(plan)]))
+    def schedule(self) -> StepPlan:
+        """The next plan; there is one."""
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self._num_known |= {new.sequence_id: len(new.token_ids) for new in plan.new}
+        tokens: list[int] = []
+        for work in plan.scheduled:
+            is_complete = work.num_computed_tokens + work.num_tokens == self._num_known[work.sequence_id]
+            self._num_known[work.sequence_id] += is_complete
+            tokens.append(1 if is_complete else NO_TOKEN)
+        self._tokens.append((plan.step, tokens))
+        return plan
+
+    def update(self) -> StepOutcome:
+        """The result of the oldest step in flight."""
+        outcome = self.scheduler.update(StepResult(*self._tokens.popleft()))
         self.scheduler.check_integrity()
         return outcome
 
     def step(self) -> dict[int, int]:
         """One step: sequence id -> tokens computed."""
-        plan = self.scheduler.schedule()
+        plan = self.schedule()
         num_tokens = {work.sequence_id: work.num_tokens for work in plan.scheduled}
-        self.update(plan)
+        self.update()
         return num_tokens
 
     def step_while(self, condition: Callable[[], bool], max_steps: int = 200) -> None:
@@ -46,15 +81,6 @@ class Steps:
             if condition():
                 self.step()
         assert not condition(), f"still so after {max_steps} steps"
-
-    def _token(self, plan: StepPlan, index: int) -> int:
-        work = plan.scheduled[index]
-        is_complete = work.num_computed_tokens + work.num_tokens == len(self.known_tokens[work.sequence_id].token_ids)
-        return 1 if is_complete else NO_TOKEN
-
-
-def _indices(plan: StepPlan) -> range:
-    return range(len(plan.scheduled))
 
 
 def test_prompts_and_decodes_share_the_budget() -> None:
@@ -73,8 +99,10 @@ def test_a_chunk_of_a_prompt_gives_no_row() -> None:
     """Only the last chunk's step has a token for the request."""
     steps = Steps(max_num_batched_tokens=4)
     request = steps.add(7)
-    assert list(steps.update(steps.scheduler.schedule()).requests) == []
-    outcome = steps.update(steps.scheduler.schedule())
+    steps.schedule()
+    assert list(steps.update().requests) == []
+    steps.schedule()
+    outcome = steps.update()
     assert (list(outcome.requests), list(outcome.tokens)) == ([request], [1])
 
 
@@ -110,15 +138,15 @@ def test_the_request_that_arrived_last_is_preempted_first() -> None:
     assert steps.step() == {0: 7, 1: 7}
     assert steps.step() == {0: 1, 1: 1}
 
-    plan = steps.scheduler.schedule()
+    plan = steps.schedule()
     assert [work.sequence_id for work in plan.scheduled] == [0]
     assert (list(plan.removed), list(plan.new)) == ([1], [])
-    steps.update(plan)
+    steps.update()
     assert (first.status, second.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
     assert (second.num_computed_tokens, second.num_generated_tokens) == (0, 2)
 
     steps.step_while(lambda: first.status is RequestStatus.RUNNING)
-    plan = steps.scheduler.schedule()
+    plan = steps.schedule()
     assert [(new.sequence_id, len(new.token_ids), new.num_prompt_tokens) for new in plan.new] == [(1, 9, 7)]
     assert third.status is RequestStatus.WAITING
 
@@ -129,9 +157,9 @@ def test_a_request_can_be_preempted_by_its_own_need() -> None:
     steps.add(5)
     newest = steps.add(8)
     assert steps.step() == {0: 5, 1: 8}
-    plan = steps.scheduler.schedule()
+    plan = steps.schedule()
     assert ([work.sequence_id for work in plan.scheduled], list(plan.removed)) == ([0], [1])
-    steps.update(plan)
+    steps.update()
     assert newest.status is RequestStatus.WAITING
     steps.step_while(lambda: steps.scheduler.has_work)
     assert newest.num_generated_tokens == 8
@@ -143,17 +171,18 @@ def test_nobody_is_preempted_in_a_step_that_it_was_scheduled_in() -> None:
     for _ in range(6):
         steps.add(6, max_tokens=12)
     num_preemptions = 0
-    for _ in range(200):
-        plan = steps.scheduler.schedule()
+    while steps.scheduler.has_work:
+        plan = steps.schedule()
         scheduled = {work.sequence_id for work in plan.scheduled}
         assert not scheduled & set(plan.removed)
         assert not {new.sequence_id for new in plan.new} & set(plan.removed)
         assert len(scheduled) == steps.scheduler.num_running
-        waiting = {i for i, request in steps.known_tokens.items() if request.status is RequestStatus.WAITING}
+        waiting = {i for i, request in enumerate(steps.requests) if request.status is RequestStatus.WAITING}
         num_preemptions += len(waiting & set(plan.removed))
-        steps.update(plan)
+        steps.update()
+        assert plan.step < 200
     assert num_preemptions > 3
-    assert all(request.num_generated_tokens == 12 for request in steps.known_tokens.values())
+    assert all(request.num_generated_tokens == 12 for request in steps.requests)
 
 
 def test_a_request_that_could_not_run_alone_is_refused() -> None:
@@ -174,7 +203,7 @@ def test_aborting_a_waiting_request_leaves_the_running_one_untouched() -> None:
     running, waiting = steps.add(4), steps.add(4)
     steps.step()
     steps.scheduler.abort(waiting)
-    plan = steps.scheduler.schedule()
+    plan = steps.schedule()
     assert [work.sequence_id for work in plan.scheduled] == [running.sequence_id]
     assert not plan.removed
     assert steps.scheduler.num_waiting == 0
@@ -188,9 +217,9 @@ def test_the_executor_is_told_of_an_abort_when_nothing_else_is_to_do() -> None:
     steps.scheduler.abort(request)
     assert steps.kv_cache.num_free_blocks == 64
     assert steps.scheduler.has_work
-    plan = steps.scheduler.schedule()
+    plan = steps.schedule()
     assert (list(plan.scheduled), list(plan.removed)) == ([], [0])
-    steps.update(plan)
+    steps.update()
     assert not steps.scheduler.has_work
 
 
@@ -198,16 +227,16 @@ def test_a_failure_ends_its_request_only() -> None:
     """The message arrives in the error; the other request goes on."""
     steps = Steps()
     failing, other = steps.add(4), steps.add(4)
-    plan = steps.scheduler.schedule()
+    plan = steps.schedule()
     result = StepResult(plan.step, [NO_TOKEN, 1], [SequenceFailure(0, "out of range")])
-    outcome = steps.scheduler.update(plan, result)
+    outcome = steps.scheduler.update(result)
     assert list(outcome.finished) == [failing]
     assert list(outcome.requests) == [other]
     assert failing.finished is not None
     assert failing.finished.error is not None
     assert failing.finished.error.name == "EngineGenerateError"
     assert "out of range" in str(failing.finished.error.fields["message"])
-    assert list(steps.scheduler.schedule().removed) == [0]
+    assert list(steps.schedule().removed) == [0]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +246,6 @@ def test_a_result_that_does_not_fit_its_plan_is_fatal(result: StepResult) -> Non
     """Another step's result, another number of tokens, or none where one was due: nothing is assigned by guess."""
     steps = Steps()
     steps.add(4)
-    plan = steps.scheduler.schedule()
+    steps.schedule()
     with pytest.raises(RuntimeError, match="executor"):
-        steps.scheduler.update(plan, result)
+        steps.scheduler.update(result)

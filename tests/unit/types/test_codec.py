@@ -27,6 +27,7 @@ from trioengine.types.codec import (
     unpack,
 )
 from trioengine.types.messages import (
+    CALLS,
     AbortRequests,
     Call,
     CallRequest,
@@ -166,7 +167,7 @@ def test_a_message_with_one_damaged_byte_is_a_message_or_a_codec_error(message: 
         assert type(decode(bytes(damaged))) in MESSAGES
 
 
-@pytest.mark.parametrize("tag", [-1, -9, len(MESSAGES), True, 0.0, "3", None])
+@pytest.mark.parametrize("tag", [-1, -9, max(len(MESSAGES), len(CALLS)), True, 0.0, "3", None])
 def test_tags_are_small_integers_and_nothing_else(tag: object) -> None:
     """A negative one is no place from the end of the list."""
     with pytest.raises(CodecError):
