@@ -1,6 +1,7 @@
 """A draft model that expects what its target says is always right; whatever it expects, the tokens are the target's."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -10,14 +11,19 @@ torch = pytest.importorskip("torch")
 
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 
+from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
+from trioengine.config.engine import EngineConfig  # noqa: E402
 from trioengine.core.executor import NO_TOKEN, NewSequence, ScheduledSequence, StepPlan  # noqa: E402
+from trioengine.errors import ConfigError  # noqa: E402
 from trioengine.models.loader import LoadedModel  # noqa: E402
 from trioengine.models.torch_ops import TorchModel  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
-from trioengine.testing.tiny_model import native_copy, tiny_model  # noqa: E402
+from trioengine.testing.tiny_model import native_copy, tiny_model, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
 from trioengine.worker.backend import Backend  # noqa: E402
 from trioengine.worker.draft import CATCH_UP_TOKENS, DraftModel  # noqa: E402
+from trioengine.worker.executor import LocalExecutor  # noqa: E402
+from trioengine.worker.loading import Computer, open_draft_checkpoint  # noqa: E402
 from trioengine.worker.model_runner import ModelRunner  # noqa: E402
 from trioengine.worker.native_backend import NativeBackend  # noqa: E402
 from trioengine.worker.torch_backend import TorchBackend  # noqa: E402
@@ -201,15 +207,23 @@ def test_a_pause_without_drafts_is_made_up_for(num_steps: int) -> None:
     assert session.num_accepted == session.num_verified
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda drafts: drafts[:1],
-        lambda drafts: (),
-        lambda drafts: [(drafts[0] + 1) % MODEL.config.vocab_size, *drafts[1:]] if drafts else (),
-        lambda drafts: [*drafts[:1], (drafts[1] + 1) % MODEL.config.vocab_size] if drafts else (),
-    ],
-)
+def only_the_first(drafts: Sequence[int]) -> Sequence[int]:
+    return drafts[:1]
+
+
+def none_of_them(_: Sequence[int]) -> Sequence[int]:
+    return ()
+
+
+def first_is_wrong(drafts: Sequence[int]) -> Sequence[int]:
+    return [(token_id + (place == 0)) % MODEL.config.vocab_size for place, token_id in enumerate(drafts)]
+
+
+def second_is_wrong(drafts: Sequence[int]) -> Sequence[int]:
+    return [(token_id + (place == 1)) % MODEL.config.vocab_size for place, token_id in enumerate(drafts)]
+
+
+@pytest.mark.parametrize("change", [only_the_first, none_of_them, first_is_wrong, second_is_wrong])
 def test_drafts_that_were_not_used_leave_no_trace(change: Callable[[Sequence[int]], Sequence[int]]) -> None:
     """Left out or wrong: the draft model goes on from the tokens that came instead."""
     session = Session()
@@ -279,3 +293,55 @@ def test_a_failed_sequence_leaves_the_others_their_drafts() -> None:
     session.removed.append(1)
     session.run(3)
     assert session.num_accepted == session.num_verified == 3 * NUM_DRAFTS
+
+
+def test_it_sleeps_and_wakes_with_its_target() -> None:
+    """Without weights and cache, then with both: it drafts as before."""
+    target = _make[-1](MODEL)
+    draft_model = DraftModel(_make[-1](MODEL), target.kv_cache_groups, max_tokens=64, max_model_len=512)
+    executor = LocalExecutor(target, draft_model=draft_model)
+
+    def drafts(step: int) -> Sequence[int]:
+        new = NewSequence(step, prompt_of(9), 9, GREEDY, seed=0)
+        executor.submit(StepPlan(step, [ScheduledSequence(step, 0, 9, [0], (), NUM_DRAFTS)], [new]))
+        return executor.result().drafts[0]
+
+    expected = drafts(0)
+    assert len(expected) == NUM_DRAFTS
+    executor.sleep(2)
+    executor.wake_up(("weights", "kv_cache"))
+    assert drafts(1) == expected
+
+
+def location_of(path: Path, vocab_size: int = MODEL.config.vocab_size) -> ModelLocation:
+    write_gguf(path, tiny_model(vocab_size=vocab_size))
+    return ModelLocation(ModelKind.GGUF, path, path.stem)
+
+
+def test_its_vocabulary_is_its_targets(tmp_path: Path) -> None:
+    """Anything else is refused at start, by name."""
+    other = location_of(tmp_path / "other.gguf", vocab_size=99)
+    with pytest.raises(ConfigError, match="other has a vocabulary of 99 tokens, the model one of 211") as caught:
+        open_draft_checkpoint(EngineConfig(), other, MODEL.config)
+    assert caught.value.option == "speculative_config"
+
+
+def test_offloaded_blocks_have_no_part_for_it(tmp_path: Path) -> None:
+    """So the two do not go together."""
+    same = location_of(tmp_path / "same.gguf")
+    assert open_draft_checkpoint(EngineConfig(), same, MODEL.config).config.vocab_size == MODEL.config.vocab_size
+    with pytest.raises(ConfigError) as caught:
+        open_draft_checkpoint(EngineConfig(kv_offload_bytes=1 << 20), same, MODEL.config)
+    assert caught.value.option == "kv_offload_bytes"
+
+
+def test_its_cache_is_part_of_a_blocks_size() -> None:
+    """Of the group of layers that see all tokens; a model without any cannot have one."""
+    windowed = attrs.evolve(MODEL.config, layer_windows=(32, None))
+    computer = Computer(native_library())
+    alone, both = computer.shape(windowed), computer.shape(windowed, OTHER.config)
+    sizes = [group.bytes_per_token for group in alone.kv_groups]
+    assert [group.bytes_per_token for group in both.kv_groups] == [sizes[0], sizes[1] + 2 * sizes[0]]
+    with pytest.raises(ConfigError, match="windows") as caught:
+        computer.shape(attrs.evolve(MODEL.config, layer_windows=(32, 32)), OTHER.config)
+    assert caught.value.option == "speculative_config"
