@@ -188,7 +188,8 @@ def test_whatever_is_asked_the_numbers_fit_each_other_or_are_refused(
         for num_blocks, group in zip(resolved.num_kv_blocks, model.kv_groups, strict=True)
     )
     assert kv_bytes_per_block * resolved.block_size <= (config.kv_cache_memory_bytes or hardware.ram_bytes // 4)
-    assert 1 <= resolved.max_num_seqs <= resolved.max_num_batched_tokens
+    assert 1 <= resolved.max_num_seqs <= resolved.max_num_logit_rows <= resolved.max_num_batched_tokens
+    assert resolved.max_num_logit_rows >= min(256, resolved.max_num_batched_tokens)
     assert 2 <= resolved.max_model_len <= model.max_position_embeddings
     for name, reason in resolved.reasons.items():
         value = getattr(resolved, name)
