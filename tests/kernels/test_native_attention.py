@@ -144,6 +144,29 @@ def test_a_window_hides_what_is_older(library, pool, isa, window):
     check_whole(library, pool, Heads(window=window), [1, 17, 200, 600])
 
 
+@pytest.mark.parametrize("window", [1, 16, 17, 300])
+def test_blocks_behind_the_window_are_not_there(library, pool, isa, window):
+    """Neither their content nor their ids."""
+    lens = [600, 77, 300]
+    whole = Sequences(library, Heads(window=window), lens)
+    expected = whole.run(pool, {i: (0, n) for i, n in enumerate(lens)})
+    for counts in ([1, 1, 1], [30, 1, 50]):
+        sequences = Sequences(library, Heads(window=window), lens)
+        sequences.run(pool, {i: (0, n) for i, n in enumerate(lens)})
+        starts = [n - count for n, count in zip(lens, counts, strict=True)]
+        for i, start in enumerate(starts):
+            for column in range(max(0, start - window + 1) // 16):
+                sequences.cache.block(sequences.block_table[i, column])[:] = NAN
+                sequences.block_table[i, column] = -1
+        results = sequences.run(pool, {i: (start, lens[i]) for i, start in enumerate(starts)})
+        for i, start in enumerate(starts):
+            assert np.array_equal(results[i], expected[i][start:])
+        # One that is seen must be there.
+        sequences.block_table[0, max(0, starts[0] - window + 1) // 16] = -1
+        with pytest.raises(ValueError, match="out of range"):
+            sequences.run(pool, {0: (starts[0], lens[0])})
+
+
 def test_a_soft_cap_bounds_scores(library, pool, isa):
     check_whole(library, pool, Heads(soft_cap=2.0))
 

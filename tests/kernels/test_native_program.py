@@ -265,6 +265,72 @@ def test_a_foreign_cache_is_refused(model, pool):
             program.run(valid_step(), [KVCache(num_blocks=2, block_size=16, **sizes)], pool)
 
 
+def run_groups(library, pool, number, block_tables, caches, kv_groups=(0, 1)):
+    """Two layers of the same numbers in KV groups of their own, the second with a window: what layer `number` gives."""
+    num_tokens, heads = 60, KV_HEADS * 2
+    x = np.random.default_rng(8).standard_normal((num_tokens, (heads + 2 * KV_HEADS) * DIM), dtype=np.float32)
+    rows = pack_float(library, x, TileKind.F32)
+    builder = ProgramBuilder(
+        library,
+        max_tokens=num_tokens,
+        max_logit_rows=num_tokens,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        vocab_size=num_tokens,
+    )
+    outs = []
+    for kv_group, window in zip(kv_groups, (None, 20), strict=True):
+        qkv = builder.embedding(rows)
+        builder.rope_write_kv(qkv, 0, num_heads=heads, inverse_frequencies=None, kv_group=kv_group)
+        outs.append(builder.attention(qkv, 0, num_heads=heads, scale=DIM**-0.5, window=window, kv_group=kv_group))
+    program = builder.build(builder.select_rows(outs[number]))
+    places = np.arange(num_tokens, dtype=np.int32)
+    step = StepArrays(
+        token_ids=places,
+        positions=places,
+        slots=np.ascontiguousarray(block_tables[:, places // 16] * 16 + places % 16, np.int32),
+        query_start=np.array([0, num_tokens], np.int32),
+        seq_lens=np.array([num_tokens], np.int32),
+        block_table=np.ascontiguousarray(block_tables[:, None], np.int32),
+        logit_rows=places,
+    )
+    return program.run(step, caches, pool).copy()
+
+
+def group_caches(*nums_blocks):
+    caches = [
+        KVCache(num_blocks=num, block_size=16, num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM) for num in nums_blocks
+    ]
+    for cache in caches:
+        cache.data[:] = 0x7E00
+    return caches
+
+
+def test_each_kv_group_has_its_own_cache_and_blocks(library, pool):
+    tables = np.array([[3, 0, 1, 2], [9, 2, 5, 7]])
+    same = np.array([[0, 1, 2, 3], [0, 1, 2, 3]])
+    for number in (0, 1):
+        results = []
+        for block_tables, nums_blocks in ((tables, (4, 10)), (same, (4, 4))):
+            caches = group_caches(*nums_blocks)
+            results.append(run_groups(library, pool, number, block_tables, caches))
+            for cache, table in zip(caches, block_tables, strict=True):
+                is_whole = np.isfinite(cache.keys(0)).all(axis=(1, 2, 3))
+                assert {*np.flatnonzero(is_whole)} == {*table[:3]}
+        assert np.isfinite(results[0]).all()
+        assert np.array_equal(*results)
+
+
+def test_kv_groups_are_checked(library, pool):
+    tables = np.array([[0, 1, 2, 3], [0, 1, 2, 3]])
+    with pytest.raises(ValueError, match="fewer caches"):
+        run_groups(library, pool, 0, tables[:1], group_caches(4))
+    with pytest.raises(ValueError, match="out of range"):
+        run_groups(library, pool, 0, tables, group_caches(4, 3))
+    with pytest.raises(ValueError, match="in their order"):
+        run_groups(library, pool, 0, tables, group_caches(4, 4), kv_groups=(0, 3))
+
+
 def test_buffers_share_memory(library, model):
     """A model of many layers needs no more memory for a step's activations than one of few."""
     once = model.program().memory.nbytes

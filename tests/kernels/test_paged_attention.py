@@ -113,3 +113,16 @@ def test_many_long_decodes_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch
     assert all(len(group.block_ids) * BLOCK_SIZE <= 512 for group in plan.decodes)
     assert sum(len(group.rows) for group in plan.decodes) == 7
     assert relative_error(case.run(), case.expected()) < 1e-5
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 40])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [5, 1, 30]], ids=["decodes", "chunks and a decode"])
+def test_blocks_behind_the_window_are_not_there(query_lens, window: int) -> None:
+    """Not even their ids."""
+    case = Case(query_lens, [200, 77, 100])
+    expected = case.expected(window)
+    for i, (query_len, seq_len) in enumerate(zip(query_lens, case.seq_lens, strict=True)):
+        for column in range(max(0, seq_len - query_len - window + 1) // BLOCK_SIZE):
+            case.key_cache[case.block_table[i, column]] = case.value_cache[case.block_table[i, column]] = torch.nan
+            case.block_table[i, column] = -1
+    assert relative_error(case.run(window), expected) < 1e-5
