@@ -13,6 +13,7 @@ from trioengine.frontend.frontend import Frontend
 from trioengine.frontend.input_processor import InputProcessor
 from trioengine.frontend.pending_output import OutputBuilder, PendingOutput
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from trioengine.transport.zmq_blocking import poll
 from trioengine.types.output import RequestOutput
 from trioengine.types.params import SamplingParams
 from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest, Prompt
@@ -104,9 +105,12 @@ class LLM:
             for each, sink in zip(processed, pending, strict=True):
                 core.handle(_CLIENT, frontend.add(each, sink).message)
             while frontend.num_open_requests:
+                core.poll()
                 if core.has_work:
                     core.step()
                 self._deliver()
+                if not core.has_work and frontend.num_open_requests:  # All that is left waits for its grammar.
+                    poll((), waker=self._built.waker)
                 for sink in pending:
                     if sink.error is not None:
                         raise attrs.evolve(sink.error)

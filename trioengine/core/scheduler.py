@@ -555,4 +555,4 @@ def _append(request: Request, new_tokens: Sequence[int]) -> Finished | None:
             return end
     # Nothing but the end can follow what is complete.
     is_complete = request.grammar is not None and request.grammar.is_complete
-    return Finished(request.slot, FinishReason.STOP) if is_complete else None
+    return Finished(request.slot, FinishReason.STOP, ends_with_text=True) if is_complete else None

@@ -84,7 +84,8 @@ class RequestState:
             return False
         logprobs = () if self._logprobs is None else self._take_logprobs(len(token_ids))
         last_shown = len(token_ids)
-        if finished is not None and finished.reason is FinishReason.STOP and self._hides_end_token:
+        has_end_token = finished is not None and finished.reason is FinishReason.STOP and not finished.ends_with_text
+        if has_end_token and self._hides_end_token:
             last_shown -= 1  # The end token is reported, but its text is not shown.
         parts: list[str] = []
         for position, token_id in enumerate(token_ids):

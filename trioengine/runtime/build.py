@@ -11,10 +11,13 @@ from trioengine.config.engine import EngineConfig
 from trioengine.config.resolve import ResolvedConfig, resolve
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
+from trioengine.core.structured_output import StructuredOutputs
 from trioengine.models.config import ModelConfig
 from trioengine.models.loader import open_checkpoint
 from trioengine.runtime.core_process import BuiltCore, ReportProgress
 from trioengine.runtime.launch import CoreLaunch
+from trioengine.tokenizer.tokenizer import load_tokenizer
+from trioengine.transport.zmq_blocking import Waker
 from trioengine.types.messages import ModelFacts, Ready
 
 logger = logging.getLogger(__name__)
@@ -66,10 +69,23 @@ def build_engine_core(
         draft=draft,
         report=lambda fraction: progress("loading the weights", fraction),
     )
-    core = EngineCore(_core_config(config, resolved, model), executor)
+    waker = Waker()
+    structured_outputs = StructuredOutputs(
+        lambda: load_tokenizer(location),
+        vocab_size=model.vocab_size,
+        reasoning_parser=config.reasoning_parser,
+        wake=waker.wake,
+    )
+    core = EngineCore(_core_config(config, resolved, model), executor, structured_outputs)
     facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids, config.max_logprobs)
     ready = Ready(facts, max(resolved.num_kv_blocks), resolved.block_size, dict(resolved.reasons))
-    return BuiltCore(core, ready, close=executor.close)
+
+    def close() -> None:
+        structured_outputs.close()
+        executor.close()
+        waker.close()
+
+    return BuiltCore(core, ready, close, waker)
 
 
 def _core_config(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig) -> CoreConfig:

@@ -24,7 +24,7 @@ from trioengine.runtime.status_page import StatusPage
 from trioengine.runtime.step_loop import Core, run_step_loop
 from trioengine.transport.address import Endpoint
 from trioengine.transport.topology import connect_dealer
-from trioengine.transport.zmq_blocking import BlockingSocket
+from trioengine.transport.zmq_blocking import BlockingSocket, Waker
 from trioengine.types.codec import encode, error_to_data
 from trioengine.types.messages import EngineDead, FromCore, Ready, Starting
 
@@ -43,6 +43,8 @@ class BuiltCore:
     core: Core
     ready: Ready
     close: Callable[[], None]
+    waker: Waker | None = None
+    """Ends the loop's wait when the core's `poll` has something to look for."""
 
 
 BuildCore: TypeAlias = Callable[[CoreLaunch, ReportProgress], BuiltCore]
@@ -89,7 +91,7 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
     try:
         tune_garbage_collector()
         send(built.ready)
-        run_step_loop(built.core, [socket], page)
+        run_step_loop(built.core, [socket], page, built.waker)
     except Exception as error:  # The border of the process, as above.
         message = f"The engine core died: {type(error).__name__}: {error}"
         logger.exception("The engine core died.")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from trioengine.errors import CodecError
 from trioengine.runtime.status_page import StatusPage
-from trioengine.transport.zmq_blocking import BlockingSocket, poll
+from trioengine.transport.zmq_blocking import BlockingSocket, Waker, poll
 from trioengine.types.codec import decode, encode
 from trioengine.types.messages import AbortRequests, CallRequest, EngineCoreRequest, Reply, StepOutput, Stop, ToCore
 
@@ -22,9 +22,13 @@ class Core(Protocol):
 
     def handle(self, client: int, message: ToCore) -> Reply | None: ...
 
+    def poll(self) -> None: ...
+
     def step(self) -> None: ...
 
     def take_output(self, client: int) -> StepOutput | None: ...
+
+    def take_replies(self, client: int) -> Sequence[Reply]: ...
 
 
 class Mailbox:
@@ -53,12 +57,16 @@ class Mailbox:
         return True
 
 
-def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPage) -> None:
-    """Serve until a front end says `Stop`. An exception is the core's death."""
+def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPage, waker: Waker | None = None) -> None:
+    """Serve until a front end says `Stop`. An exception is the core's death.
+
+    Whoever gives the core work from another thread wakes `waker`: what `core.poll` looks for.
+    """
     mailboxes = [Mailbox(client, socket) for client, socket in enumerate(sockets)]
     while True:
         if not core.has_work:
-            poll(sockets, full=[mailbox.socket for mailbox in mailboxes if mailbox.is_full])
+            poll(sockets, full=[mailbox.socket for mailbox in mailboxes if mailbox.is_full], waker=waker)
+        core.poll()
         for mailbox in mailboxes:
             if _handle_inbox(core, mailbox):
                 return
@@ -72,7 +80,10 @@ def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPag
                 output = core.take_output(mailbox.client)
                 if output is not None:
                     mailbox.add(encode(output))
-                    mailbox.flush()
+                # They say that something has ended, so they come behind the output from before.
+                for reply in core.take_replies(mailbox.client):
+                    mailbox.add(encode(reply))
+                mailbox.flush()
 
 
 def _handle_inbox(core: Core, mailbox: Mailbox) -> bool:

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 import attrs
@@ -231,6 +231,13 @@ class ScriptedCore:
         num_cached_tokens = min(self._script.num_cached_tokens, len(sequence.prompt) - 1)
         if num_cached_tokens:
             cached_tokens.extend((slot, num_cached_tokens))
+
+    def poll(self) -> None:
+        """Nothing becomes ready elsewhere."""
+
+    def take_replies(self, client: int) -> Sequence[Reply]:
+        """None: all come at once."""
+        return ()
 
     def take_output(self, client: int) -> StepOutput | None:
         """The output that waits, if one does."""

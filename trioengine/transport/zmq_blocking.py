@@ -3,7 +3,9 @@
 Knows no event loop, and nothing of what the messages mean.
 """
 
+import contextlib
 import math
+import socket
 from collections.abc import Iterable, Sequence
 
 import zmq
@@ -16,9 +18,9 @@ from trioengine.transport.interface import MAX_READY_MESSAGES
 class BlockingSocket:
     """A DEALER towards one front end. Not for use from two threads at once."""
 
-    def __init__(self, socket: zmq.Socket[bytes], *, owned_context: zmq.Context[zmq.Socket[bytes]] | None = None):
-        """Take over `socket`, and `owned_context` (which must hold no other socket) if one is given."""
-        self._socket = socket
+    def __init__(self, zmq_socket: zmq.Socket[bytes], *, owned_context: zmq.Context[zmq.Socket[bytes]] | None = None):
+        """Take over `zmq_socket`, and `owned_context` (which must hold no other socket) if one is given."""
+        self._socket = zmq_socket
         self._owned_context = owned_context
 
     @property
@@ -49,20 +51,59 @@ class BlockingSocket:
             self._owned_context.term()
 
 
+class Waker:
+    """Lets other threads end the `poll` of a core."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def wake(self) -> None:
+        """End the core's present `poll`, or else its next one. From any thread; without effect after `close`."""
+        with contextlib.suppress(OSError):  # What is full wakes already.
+            self._sender.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget the wakes so far."""
+        with contextlib.suppress(BlockingIOError):
+            while self._receiver.recv(4096):
+                pass
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._receiver.fileno()
+
+    def close(self) -> None:
+        """Give the descriptors back. May be called again."""
+        self._receiver.close()
+        self._sender.close()
+
+
 def poll(
-    inboxes: Iterable[BlockingSocket], *, full: Iterable[BlockingSocket] = (), timeout_s: float | None = None
+    inboxes: Iterable[BlockingSocket],
+    *,
+    full: Iterable[BlockingSocket] = (),
+    waker: Waker | None = None,
+    timeout_s: float | None = None,
 ) -> bool:
     """Block until one of `inboxes` has a message or one of `full` has room to send; False when the time ran out first.
 
     Args:
         inboxes: sockets to wait for messages on.
         full: sockets whose `try_send` has refused, waited for until they would take a message.
+        waker: ends the wait too. Its wakes are forgotten then.
         timeout_s: None waits for ever, 0 only looks.
     """
     poller = zmq.Poller()
     flags: dict[BlockingSocket, int] = dict.fromkeys(inboxes, int(zmq.POLLIN))
-    for socket in full:
-        flags[socket] = flags.get(socket, 0) | POLLOUT
-    for socket, wanted in flags.items():
-        poller.register(socket.zmq_socket, wanted)
-    return bool(poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+    for each in full:
+        flags[each] = flags.get(each, 0) | POLLOUT
+    for each, wanted in flags.items():
+        poller.register(each.zmq_socket, wanted)
+    if waker is not None:
+        poller.register(waker, zmq.POLLIN)
+    events = dict(poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+    if waker is not None and waker.fileno() in events:
+        waker.clear()
+    return bool(events)

@@ -300,6 +300,8 @@ class Finished:
     reason: FinishReason
     stop_token_id: int | None = None
     """The token of `stop_token_ids` that ended it."""
+    ends_with_text: bool = False
+    """With `STOP`: no token ended it, for nothing could follow the last one, which is text like those before it."""
     error: ErrorData | None = None
     """Why this one request failed. Tokens before it are valid."""
 

@@ -253,6 +253,13 @@ def test_an_end_tokens_text_is_shown_when_asked_for() -> None:
     assert sink.text == "XSTOP"
 
 
+def test_an_end_without_an_end_token_hides_nothing() -> None:
+    """As where the form of the answer is complete."""
+    state, sink = start()
+    state.receive(ids("XJ"), Finished(3, FinishReason.STOP, ends_with_text=True))
+    assert (sink.text, sink.finish_reason) == ("XJ", FinishReason.STOP)
+
+
 def test_a_hidden_end_token_completes_no_stop_string() -> None:
     state, sink = start(stopping("STOP", stop_token_ids=ids("STOP")))
     state.receive(ids("STOP"), finished(FinishReason.STOP, ids("STOP")[0]))

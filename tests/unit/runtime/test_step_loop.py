@@ -10,10 +10,12 @@ import pytest
 from trioengine.core.outbox import Outbox
 from trioengine.runtime import step_loop
 from trioengine.runtime.step_loop import Mailbox, run_step_loop
+from trioengine.transport.zmq_blocking import Waker
 from trioengine.types.codec import decode, encode, encode_reply
 from trioengine.types.messages import (
     AbortRequests,
     CallRequest,
+    CheckIntegrity,
     CoreLoad,
     EngineCoreRequest,
     Finished,
@@ -63,6 +65,8 @@ class CountingCore:
         self.outbox = Outbox()
         self.num_steps = 0
         self.steps_left = 0
+        self.num_polls = 0
+        self.late_replies: dict[int, Reply] = {}  # By the number of steps that they come after.
 
     @property
     def has_work(self) -> bool:
@@ -79,6 +83,8 @@ class CountingCore:
                 for slot in slots:
                     self.slots.remove(slot)
                     self.outbox.finish(Finished(slot, FinishReason.ABORT))
+            case CallRequest(call_id, CheckIntegrity()):
+                self.late_replies[self.num_steps + self.steps_left] = Reply(call_id)
             case CallRequest(call_id):
                 return Reply(call_id, encode_reply(GetLoad, CoreLoad(1, 2, 3, 4)))
             case Stop():
@@ -92,15 +98,22 @@ class CountingCore:
             self.outbox.tokens.append(self.num_steps)
         self.num_steps += 1
 
+    def poll(self) -> None:
+        self.num_polls += 1
+
     def take_output(self, client: int) -> StepOutput | None:
         return self.outbox.take(self.num_steps, 0.0)
+
+    def take_replies(self, client: int) -> Sequence[Reply]:
+        reply = self.late_replies.pop(self.num_steps, None)
+        return [reply] if reply else []
 
 
 @attrs.define
 class FakePage:
     """Notes what the loop says about its steps."""
 
-    notes: list[str] = attrs.field(factory=list)
+    notes: list[str] = attrs.field(factory=list[str])
 
     def begin_step(self) -> None:
         self.notes.append("begin")
@@ -118,8 +131,9 @@ class Loop:
         self.was_full: list[bool] = []
         monkeypatch.setattr(step_loop, "poll", self.wait)
 
-    def wait(self, sockets: Sequence[FakeSocket], *, full: Sequence[FakeSocket]) -> None:
+    def wait(self, sockets: Sequence[FakeSocket], *, full: Sequence[FakeSocket], waker: Waker | None) -> None:
         assert list(sockets) == [self.socket]
+        assert waker is None
         self.was_full.append(list(full) == [self.socket])
         event = self.events.popleft()
         if isinstance(event, int):
@@ -182,6 +196,28 @@ def test_replies_wait_their_turn_and_are_not_lost(loop: Loop) -> None:
     loop.socket.room = 0
     loop.run([CallRequest(1, GetLoad()), CallRequest(2, GetLoad())], [CallRequest(3, GetLoad())], 2, 1)
     assert [decode(data).call_id for data in loop.socket.sent] == [1, 2, 3]  # type: ignore[union-attr]
+
+
+def test_a_reply_that_comes_later_follows_the_output_from_before(loop: Loop) -> None:
+    """Also when the front end does not keep up: then the reply waits with it."""
+    loop.socket.room = 1
+    loop.run([add(), CallRequest(7, CheckIntegrity())], 10)
+    last_two = [decode(data) for data in loop.socket.sent[-2:]]
+    assert isinstance(last_two[0], StepOutput)
+    assert unpack_int32(last_two[0].tokens)[-1] == 2
+    assert last_two[1] == Reply(7)
+
+
+def test_a_call_without_work_is_answered(loop: Loop) -> None:
+    loop.run([CallRequest(7, CheckIntegrity())])
+    assert [decode(data) for data in loop.socket.sent] == [Reply(7)]
+    assert loop.page.notes == []
+
+
+def test_what_has_become_ready_elsewhere_is_looked_for_in_each_turn(loop: Loop) -> None:
+    """Here one for each wait and one for each further step."""
+    loop.run([], [add()])
+    assert loop.core.num_polls == 3 + 2
 
 
 def test_an_abort_is_answered_without_a_step(loop: Loop) -> None:

@@ -1,5 +1,6 @@
 """The core's end: never blocks but in `poll`, and `poll` waits for exactly what it is asked for."""
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -7,7 +8,7 @@ import attrs
 import pytest
 import zmq
 
-from trioengine.transport.zmq_blocking import BlockingSocket, poll
+from trioengine.transport.zmq_blocking import BlockingSocket, Waker, poll
 
 LONG_S = 20.0
 
@@ -101,3 +102,43 @@ def test_a_blocking_socket_is_closed_twice_with_its_context() -> None:
     core.close()
     core.close()
     assert context.closed
+
+
+@pytest.fixture
+def waker() -> Iterator[Waker]:
+    waker = Waker()
+    yield waker
+    waker.close()
+
+
+def test_another_thread_ends_a_poll(links: Links, waker: Waker) -> None:
+    core, _ = links.connect()
+    thread = threading.Thread(target=waker.wake)
+    thread.start()
+    assert poll([core], waker=waker, timeout_s=LONG_S)
+    thread.join()
+    assert core.drain() == []
+
+
+def test_wakes_before_a_poll_end_it_and_no_other(links: Links, waker: Waker) -> None:
+    """However many there were; more than a descriptor holds are no more than one."""
+    core, _ = links.connect()
+    for _ in range(10_000):
+        waker.wake()
+    assert poll([core], waker=waker, timeout_s=0)
+    assert not poll([core], waker=waker, timeout_s=0)
+
+
+def test_a_message_ends_a_poll_that_can_be_woken(links: Links, waker: Waker) -> None:
+    core, front_end = links.connect()
+    front_end.send(b"a")
+    assert poll([core], waker=waker, timeout_s=LONG_S)
+    assert core.drain() == [[b"a"]]
+
+
+def test_a_wake_after_close_does_nothing(waker: Waker) -> None:
+    """A thread may not know yet that the core has gone."""
+    waker.close()
+    waker.wake()
+    waker.close()
+    assert waker.fileno() == -1

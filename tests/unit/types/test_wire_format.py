@@ -132,6 +132,7 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
         finished=(
             Finished(0, FinishReason.STOP, stop_token_id=3),
             Finished(1, FinishReason.LENGTH),
+            Finished(3, FinishReason.STOP, ends_with_text=True),
             Finished(2, FinishReason.ABORT, error=ErrorData("RequestError", {"message": "no", "param": None})),
         ),
         logprobs=LOGPROBS,
