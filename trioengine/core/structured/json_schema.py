@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 import attrs
 
+from trioengine.core.structured.json_pattern import FORMAT_PATTERNS, is_lost, pattern_fault, pattern_for_compiler
 from trioengine.errors import RequestError
 
 MAX_DEPTH = 64
@@ -21,35 +22,17 @@ MAX_REFERENCES = 2000
 MAX_EXACT = 2**53
 """Beyond it the compiler of grammars rounds numbers."""
 MAX_VISITS = 100_000
-MAX_TRIALS = 1000
+"""Steps along references to see whether a value can be finite."""
+MAX_TRIALS = 300
+"""Parts of a schema that are compiled to find the one at fault."""
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 """Values of `format` that bind."""
 
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _OLD_DRAFTS = ("draft-04", "draft-06", "draft-07")
-_HEX = r"[0-9A-Fa-f]"
-_PATTERN_TOKEN = re.compile(
-    rf"\\[pP](?:\{{[^}}]*\}}|.)|\\[xuU]\{{{_HEX}{{1,8}}\}}|\\x{_HEX}{{2}}|\\u{_HEX}{{4}}|\\U{_HEX}{{8}}|\\.|.",
-    re.DOTALL,
-)
-_SPACES = r"\t\n\x0b\x0c\r \xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
-_IN_RUST: Mapping[str, str] = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
-"""What JavaScript's escapes mean, in or outside of a class."""
-_FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/(?:2019-09|2020-12))/schema#?")
 
-_DATE = (
-    r"(?:\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|"
-    r"02-(?:0[1-9]|1\d|2[0-8]))|(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
-)
-_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?(?:[zZ]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-_FORMAT_PATTERNS: Mapping[object, str] = {
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DATE}[tT]{_TIME}$",
-}
-"""RFC 3339, where the compiler would take any February 29th and any leap second; here there are no leap seconds."""
 
 Schema = Mapping[str, object] | bool
 
@@ -105,81 +88,10 @@ def _is_exact(value: object) -> str | None:
             return next((fault for item in cast(list[object], value) if (fault := _is_exact(item))), None)
         case int() | float() if not isinstance(value, bool):
             return _is_number(value)
-        case str() if any(map(_is_lost, value)):
+        case str() if any(map(is_lost, value)):
             return "has a control character in a string, which is not supported"
         case _:
             return None
-
-
-def _is_pattern(value: object) -> str | None:
-    """Patterns are JavaScript's, the compiler's are Rust's: what the two read differently is refused, and a control
-    character where it is not one of many, for the compiler would take the pattern without it. In a negated class, or
-    as one end of a range, it only stands for what is never written."""
-    if not isinstance(value, str):
-        return "must be a string"
-    if _FLAGS.search(value):
-        return "has flags, which are not supported"
-    tokens = _pattern_tokens(value)
-    in_class = is_negated = False
-    for index, token in enumerate(tokens):
-        before, after = tokens[index - 1] if index else "", tokens[index + 1] if index + 1 < len(tokens) else ""
-        if not in_class:
-            in_class, is_negated = token == "[", after == "^"
-            if in_class and tokens[index + 1 + is_negated : index + 2 + is_negated] == ["]"]:
-                return "has a class of characters that is empty or begins with ]"
-            if token == "{" and after == ",":
-                return "has a repetition without its least number"
-            if _is_lost(_spelled(token)):
-                return "has a control character, which is not supported here"
-        elif token == "]":
-            in_class = False
-        elif token == "[" or (token in ("&", "-", "~") and after == token):
-            return f"has {token} in a class of characters, where it must be escaped"
-        elif _is_lost(_spelled(token)) and not is_negated:
-            ends_range = before == "-" and tokens[index - 2] not in (token, "[")
-            starts_range = after == "-" and tokens[index + 2 : index + 3] not in ([token], ["]"])
-            if not (starts_range or ends_range):
-                return "has a control character, which is not supported here"
-    return None
-
-
-def _pattern_tokens(pattern: str) -> list[str]:
-    return [match[0] for match in _PATTERN_TOKEN.finditer(pattern)]
-
-
-def _is_lost(character: str) -> bool:
-    """Whether JSON writes a character only as `\\u` and its number: the compiler leaves it out of strings."""
-    return (character < " " or character == "\x7f") and character not in "\b\t\n\f\r"
-
-
-def _pattern_for_compiler(pattern: str) -> str:
-    """A pattern in Rust's notation, whose classes of characters have no U+0001."""
-    result: list[str] = []
-    in_class = False
-    for token in _pattern_tokens(pattern):
-        if in_class:
-            result.append(_IN_RUST.get(token, token))
-            if token == "]":
-                in_class = False
-                result.append(r"&&[^\x01]]")
-        elif token == "[":
-            in_class = True
-            result.append("[[")
-        elif token[:2] in ("\\p", "\\P"):
-            result.append(rf"[{token}&&[^\x01]]")
-        else:
-            result.append(r"[^\n\r\x{2028}\x{2029}]" if token == "." else _IN_RUST.get(token, token))
-    return "".join(result)
-
-
-def _spelled(token: str) -> str:
-    """The character that a piece of a pattern spells; a space for what is no single character."""
-    if not token.startswith("\\"):
-        return token
-    if token[1] in "xuU" and len(token) > 2:
-        number = int(token[2:].strip("{}") or "20", 16)
-        return chr(number) if number < 0x110000 else " "
-    return {"0": "\0", "a": "\a", "v": "\v", "e": "\x1b", "c": "\x01"}.get(token[1], " ")
 
 
 def _is_strings(value: object) -> str | None:
@@ -215,7 +127,7 @@ def _is_schema_map(value: object) -> str | None:
 
 
 def _is_pattern_map(value: object) -> str | None:
-    return _is_schema_map(value) or next(filter(None, map(_is_pattern, cast(dict[str, object], value))), None)
+    return _is_schema_map(value) or next(filter(None, map(pattern_fault, cast(dict[str, object], value))), None)
 
 
 def _is_items(value: object) -> str | None:
@@ -267,7 +179,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "maxItems": _holds(_is_count),
     "minLength": _holds(_is_count),
     "maxLength": _holds(_is_count),
-    "pattern": _holds(_is_pattern),
+    "pattern": _holds(pattern_fault),
     "format": _holds(_is_format),
     "minimum": _holds(_is_number),
     "maximum": _holds(_is_number),
@@ -323,11 +235,11 @@ def for_compiler(schema: Schema) -> Schema:
     parts: list[object] = []
     for name, value in schema.items():
         if name == "pattern":
-            result[name] = _pattern_for_compiler(str(value))
-        elif name == "format" and value in _FORMAT_PATTERNS:
-            parts.append({"pattern": _FORMAT_PATTERNS[value]})
+            result[name] = pattern_for_compiler(str(value))
+        elif name == "format" and value in FORMAT_PATTERNS:
+            parts.append({"pattern": FORMAT_PATTERNS[value]})
         elif name in _MAPS:
-            rename = _pattern_for_compiler if name == "patternProperties" else str
+            rename = pattern_for_compiler if name == "patternProperties" else str
             items = cast(dict[str, Schema], value).items()
             result[name] = {rename(key): for_compiler(part) for key, part in items}
         elif name in _LISTS and isinstance(value, list):

@@ -117,6 +117,8 @@ class MatcherCompiler:
         """A text as Lark has it, with control tokens where it spells them."""
         tokens = self._special_tokens
         pieces = [piece for piece in self._special_pattern.split(text) if piece]
+        if any(tokens.get(piece) in self.end_token_ids for piece in pieces):
+            self._refuse("structural_tag", f"{text[:40]!r} has a token that ends the answer")
         return " ".join(f"<[{tokens[piece]}]>" if piece in tokens else _literal(piece) for piece in pieces)
 
     @property
@@ -133,7 +135,7 @@ class MatcherCompiler:
     def _check_whitespace(self, pattern: str) -> None:
         pattern_in_lark = llguidance.regex_to_lark(pattern, use_ascii="")
         self._checked(llguidance.LLMatcher.grammar_from_regex(pattern), "whitespace_pattern", may_be_empty=True)
-        other = self._matcher(_lark(f"start: OTHER\nOTHER: /{pattern_in_lark}/ & ~/{_JSON_SPACE}/"))
+        other = self._matcher(_lark(f"start: OTHER\nOTHER: /(?:{pattern_in_lark})/ & ~/{_JSON_SPACE}/"))
         if not other.is_error():
             other.compute_bitmask()
         if not other.is_error():
