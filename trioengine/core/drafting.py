@@ -54,6 +54,8 @@ class Drafting:
         for index, request in enumerate(step.requests):
             if index not in step.incomplete:
                 self._add_drafts_of(step, index, request)
+        if speculator is not None:
+            speculator.end_planning(sum(work.num_tokens for work in step.scheduled))
 
     def masks(self, step: Step) -> TokenMasks | None:
         """What the grammars of the step's requests allow."""

@@ -203,8 +203,8 @@ class Speculator:
     """Proposes drafts. One for a core.
 
     For each step: `begin_step`; for each sequence that samples `propose`, unless `begin_step` said no, and then
-    `num_drafts_wanted`; when it is done, `observe` and `offer`, then `observe_step`. Steps may overlap, and are
-    observed in their order.
+    `num_drafts_wanted`; `end_planning`, where there were any; when it is done `observe` and `offer`, then
+    `observe_step`. Steps may overlap, and are observed in their order.
     """
 
     def __init__(self, config: SpeculationConfig) -> None:
@@ -279,6 +279,10 @@ class Speculator:
                 self._steps_to_probe = PROBE_INTERVAL_STEPS
         step.num_rounds = max(step.num_rounds, num_drafts)
         return num_drafts
+
+    def end_planning(self, num_tokens: int) -> None:
+        """Say what the step that was begun last computes in all: drafts may have been cut, or come from elsewhere."""
+        self._steps[-1].num_tokens = num_tokens
 
     def offer(self, state: RequestSpeculation, token_ids: "array[int]", drafts: Sequence[int]) -> None:
         """Take in what the draft model expects after a sequence's tokens, new ones included."""

@@ -292,3 +292,15 @@ def test_statistics_count_by_position() -> None:
     for num_drafts, num_accepted in ((3, 2), (2, 0), (3, 3), (0, 0)):
         speculator.observe(state, num_drafts, num_accepted)
     assert speculator.statistics == SpeculationStatistics(3, 8, 5, [2, 2, 1])
+
+
+def test_steps_are_measured_by_what_they_computed() -> None:
+    """Drafts that were cut, or that a grammar gave, are no reason to take a step for one of another size."""
+    speculator = Speculator(SpeculationConfig(method=SpeculationMethod.NGRAM, num_speculative_tokens=4))
+    state, token_ids = speculator.new_request(), array("i", [1, 2, 3] * 5)
+    for num_tokens, seconds in ((1, 1.0), (2, 10.0), (1, 1.0)):
+        speculator.begin_step(1, 1)
+        speculator.propose(state, token_ids, 4)
+        speculator.end_planning(num_tokens)
+        speculator.observe_step(seconds)
+    assert not speculator.begin_step(1, 1)
