@@ -11,7 +11,7 @@ others have built on: `free_withdrawn`, `free_failed` and `drop_loaded` find all
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 import attrs
@@ -23,6 +23,9 @@ from trioengine.types.messages import AllBlocksCleared, KVCacheEvents
 
 MAX_STEPS_IN_FLIGHT = 8
 """Loads of this many steps are remembered, so that `drop_loaded` knows what they were to bring."""
+
+BLOCKS_AT_ONCE = 32
+"""So many blocks of a prefix are looked for before more are hashed."""
 
 
 @attrs.frozen
@@ -98,6 +101,7 @@ class KVCacheManager:
     ) -> None:
         self._block_size = block_size
         self._is_caching = enable_prefix_caching
+        self._is_offloading = num_offload_blocks > 0
         self._events = KVCacheEventLog() if record_events else None
         self._groups = [
             GroupCache(number, group, block_size, num_offload_blocks, self._events)
@@ -109,6 +113,8 @@ class KVCacheManager:
         self._whole = [group for group in self._groups if group.window is None]
         self._sequences: dict[int, _Sequence] = {}
         self._committed_in_step: set[int] = set()
+        # Those freed since the last plan and since the one before it, whose steps may still be computed.
+        self._freed: tuple[list[tuple[int, _Sequence]], list[tuple[int, _Sequence]]] = ([], [])
         self._refusal: _Refusal | None = None
         self._loads_in_flight: deque[dict[BlockCopy, bytes]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         self._num_queried_tokens = 0
@@ -216,7 +222,6 @@ class KVCacheManager:
         if is_query:
             self._num_queried_tokens += len(token_ids)
             self._num_hit_tokens += num_cached_tokens
-        # A copy, for the table will grow.
         return Admission(num_cached_tokens, _by_block(sequence.tables))
 
     def allocate(self, sequence_id: int, num_tokens: int, num_computed_tokens: int = 0) -> Sequence[int] | None:
@@ -238,11 +243,15 @@ class KVCacheManager:
                 sequence.tables[0] += new
                 sequence.num_blocks += num_new
             return new
-        if any(group.pool.num_free_blocks < num_new for group in self._groups):
-            return None
-        new_by_group = [group.pool.allocate(num_new) or [] for group in self._groups]
-        for table, new in zip(sequence.tables, new_by_group, strict=True):
+        for group in self._groups:
+            if group.pool.num_free_blocks < num_new:
+                return None
+        new_by_group: list[list[int]] = []
+        for group, table in zip(self._groups, sequence.tables, strict=True):
+            new = group.pool.allocate(num_new)
+            assert new is not None, "less is free than was counted"
             table += new
+            new_by_group.append(new)
         sequence.num_blocks += num_new
         return _by_block(new_by_group)
 
@@ -270,6 +279,7 @@ class KVCacheManager:
         """
         assert sequence_id not in self._committed_in_step, "what it committed will not be computed: free_withdrawn"
         sequence = self._sequences.pop(sequence_id)
+        self._freed[0].append((sequence_id, sequence))
         for group, table in zip(self._groups, sequence.tables, strict=True):
             group.pool.free(block_id for block_id in reversed(table) if block_id != NO_BLOCK)
 
@@ -284,28 +294,34 @@ class KVCacheManager:
         """
         affected: set[int] = set()
         if sequence_id in self._committed_in_step:
-            affected = self._forget_from(sequence_id, num_computed_tokens)
+            affected = self._forget_from([self._sequences[sequence_id]], num_computed_tokens, is_planned=False)
+            self._committed_in_step.discard(sequence_id)
         self.free(sequence_id)
-        return affected
+        return affected - {sequence_id}
 
     def free_failed(self, sequence_id: int, num_computed_tokens: int) -> set[int]:
         """Take back the blocks of a sequence that could not be computed.
 
-        Nothing in them can be found any more, also what it found there: where one cannot go on, nor may others be able
-        to. `num_computed_tokens` is what was computed before the step that failed.
+        Nothing in them can be found any more, also what it found there itself: where one sequence cannot go on, others
+        might not either. `num_computed_tokens` is what was computed before the step that failed. When that step is
+        fetched late, the sequence may have been freed already, and admitted again: it all holds for both of its lives.
 
         Returns:
             Other sequences that hold blocks of the failed step, or later ones. What they computed is wrong: their
             tokens since then are to be dropped, and they are to be freed.
         """
-        affected = self._forget_from(sequence_id, num_computed_tokens)
-        sequence = self._sequences[sequence_id]
-        for block_hash in sequence.hashes[1 : sequence.num_committed_blocks + 1]:
-            for group in self._groups:
-                group.forget(block_hash)
-        self._committed_in_step.discard(sequence_id)
-        self.free(sequence_id)
-        return affected
+        sequence = self._sequences.get(sequence_id)
+        lives = [life for freed in self._freed for freed_id, life in freed if freed_id == sequence_id]
+        if sequence:
+            lives.append(sequence)
+        affected = self._forget_from(lives, num_computed_tokens, is_planned=True)
+        for life in lives:
+            for block_hash in life.hashes[1 : life.num_committed_blocks + 1]:
+                for group in self._groups:
+                    group.forget(block_hash)
+        if sequence:
+            self.free(sequence_id)
+        return affected - {sequence_id}
 
     def drop_loaded(self, failed: Iterable[BlockCopy]) -> set[int]:
         """Forget content that could not be loaded, and what was computed from it.
@@ -315,7 +331,8 @@ class KVCacheManager:
         """
         failed = list(failed)
         block_hashes = {loads[copy] for copy in failed for loads in self._loads_in_flight if copy in loads}
-        return self._forget_derived(block_hashes, {(copy.group, copy.block_id) for copy in failed})
+        wrong_blocks = {(copy.group, copy.block_id) for copy in failed}
+        return self._forget_derived(block_hashes, wrong_blocks, is_planned=True)
 
     def reset_prefix_cache(self) -> None:
         """Let nothing be found any more that was computed until now, nor what is computed from it.
@@ -334,6 +351,10 @@ class KVCacheManager:
         """The saves and loads of the step that is scheduled, and its end: what was committed in it will be computed."""
         if self._committed_in_step:
             self._committed_in_step = set()
+        if self._freed[0] or self._freed[1]:
+            self._freed = ([], self._freed[0])
+        if not self._is_offloading:
+            return (), ()
         saves: list[BlockCopy] = []
         loads: dict[BlockCopy, bytes] = {}
         for group in self._groups:
@@ -386,14 +407,15 @@ class KVCacheManager:
 
     def _num_cached_blocks(self, hashes: list[bytes], token_ids: "array[int]") -> int:
         """The longest prefix that all groups have."""
-        num_blocks = 0
         max_num_blocks = (len(token_ids) - 1) // self._block_size
+        num_blocks = 0
+        # Hashes are made as far as they are found: the rest is not needed before it is computed.
         while num_blocks < max_num_blocks:
-            if len(hashes) == num_blocks + 1:
-                extend_hashes(hashes, token_ids, self._block_size, num_blocks + 1)
-            if not all(group.has(hashes[num_blocks + 1]) for group in self._whole):
+            end = min(num_blocks + BLOCKS_AT_ONCE, max_num_blocks)
+            extend_hashes(hashes, token_ids, self._block_size, end)
+            num_blocks = min((group.end_of_found(hashes, num_blocks, end) for group in self._whole), default=end)
+            if num_blocks < end:
                 break
-            num_blocks += 1
         while True:
             before = num_blocks
             for _, group in self._windowed:
@@ -404,62 +426,76 @@ class KVCacheManager:
     def _free_behind_windows(self, sequence: _Sequence, num_computed_tokens: int) -> None:
         for number, group in self._windowed:
             table = sequence.tables[number]
-            i = min(group.num_behind(num_computed_tokens), len(table)) - 1
-            behind: list[int] = []
-            while i >= 0 and table[i] != NO_BLOCK:
-                behind.append(table[i])
-                table[i] = NO_BLOCK
-                i -= 1
-            group.pool.free(behind)
+            end = min(group.num_behind(num_computed_tokens), len(table))
+            begin = end
+            while begin and table[begin - 1] != NO_BLOCK:
+                begin -= 1
+            if begin < end:
+                group.pool.free(table[begin:end])
+                table[begin:end] = [NO_BLOCK] * (end - begin)
 
-    def _forget_from(self, sequence_id: int, num_computed_tokens: int) -> set[int]:
-        """Forget what a sequence committed from a position on; the others that are affected."""
-        sequence = self._sequences[sequence_id]
+    def _forget_from(self, lives: Sequence[_Sequence], num_computed_tokens: int, *, is_planned: bool) -> set[int]:
+        """Forget what a sequence, in one life or several, committed from a position on; as `_forget_derived`."""
         first = num_computed_tokens // self._block_size
-        if first >= sequence.num_committed_blocks:
-            self._committed_in_step.discard(sequence_id)
-            return set()
-        wrong_blocks = {(number, table[first]) for number, table in enumerate(sequence.tables)}
-        return self._forget_derived({sequence.hashes[first + 1]}, wrong_blocks) - {sequence_id}
+        lives = [life for life in lives if first < life.num_committed_blocks]
+        wrong_blocks = set[tuple[int, int]]().union(*(_blocks_from(life, first) for life in lives))
+        return self._forget_derived({life.hashes[first + 1] for life in lives}, wrong_blocks, is_planned=is_planned)
 
-    def _forget_derived(self, block_hashes: set[bytes], wrong_blocks: set[tuple[int, int]]) -> set[int]:
+    def _forget_derived(
+        self, block_hashes: set[bytes], wrong_blocks: set[tuple[int, int]], *, is_planned: bool
+    ) -> set[int]:
         """Forget content and what was computed from it; the sequences that use it, which commit no more.
 
-        `wrong_blocks` (group and block) have this content. Others that have it too are forgotten with them, which costs
-        time only, but who uses those others is not affected.
+        `wrong_blocks`, of group and block, have this content. Other blocks that have it too are forgotten with them,
+        which costs time only, but who uses those is not affected. Where the step that was to make them `is_planned`,
+        sequences may have used them and be gone, or have left them behind a window, since.
         """
+        if not wrong_blocks and not block_hashes:
+            return set()
         for block_hash in descendants(self._groups, block_hashes):
             for group in self._groups:
                 group.forget(block_hash)
-        wrong_blocks = wrong_blocks - {(number, NO_BLOCK) for number in range(len(self._groups))}
         affected: set[int] = set()
-        num_affected = -1
-        while len(affected) > num_affected:
-            num_affected = len(affected)
-            for sequence_id in self._sequences.keys() - affected:
-                sequence = self._sequences[sequence_id]
-                first = _first_wrong_block(sequence, block_hashes, wrong_blocks)
-                if first is not None:
+        waiting: list[tuple[int | None, _Sequence]] = [*self._sequences.items()]
+        if is_planned:
+            waiting += ((None, sequence) for freed in self._freed for _, sequence in freed)
+        num_waiting = 0
+        while len(waiting) != num_waiting:
+            num_waiting = len(waiting)
+            others: list[tuple[int | None, _Sequence]] = []
+            for sequence_id, sequence in waiting:
+                first = _first_wrong_block(sequence, block_hashes if is_planned else (), wrong_blocks)
+                if first is None:
+                    others.append((sequence_id, sequence))
+                    continue
+                # What comes behind was computed from it, perhaps by this sequence, and others may have only that.
+                wrong_blocks |= _blocks_from(sequence, first)
+                sequence.can_commit = False
+                if sequence_id is not None:
                     affected.add(sequence_id)
-                    sequence.can_commit = False
-                    # What comes behind was computed from it, perhaps by this sequence, and others may have that only.
-                    tables = enumerate(sequence.tables)
-                    wrong_blocks |= {(n, block) for n, table in tables for block in table[first:] if block != NO_BLOCK}
+            waiting = others
         self._committed_in_step -= affected
         return affected
 
 
-def _first_wrong_block(sequence: _Sequence, block_hashes: set[bytes], wrong_blocks: set[tuple[int, int]]) -> int | None:
+def _first_wrong_block(
+    sequence: _Sequence, block_hashes: Collection[bytes], wrong_blocks: set[tuple[int, int]]
+) -> int | None:
     for i, block_ids in enumerate(zip(*sequence.tables, strict=True)):
         if any(block in wrong_blocks for block in enumerate(block_ids)):
             return i
-        # Where all windows have left it behind, its hash is all that is known.
-        is_behind = i < sequence.num_committed_blocks and all(block_id == NO_BLOCK for block_id in block_ids)
-        if is_behind and sequence.hashes[i + 1] in block_hashes:
+        # Of what the window has left behind since it was used, the hash is all that is known.
+        if NO_BLOCK in block_ids and i < sequence.num_committed_blocks and sequence.hashes[i + 1] in block_hashes:
             return i
     return None
 
 
+def _blocks_from(sequence: _Sequence, first: int) -> set[tuple[int, int]]:
+    """Group and id of a sequence's blocks from its `first`-th on."""
+    tables = enumerate(sequence.tables)
+    return {(number, block_id) for number, table in tables for block_id in table[first:] if block_id != NO_BLOCK}
+
+
 def _by_block(tables: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Blocks of several groups, block after block."""
+    """Blocks of several groups, block after block. A copy, for tables grow."""
     return list(chain.from_iterable(zip(*tables, strict=True)))

@@ -90,6 +90,13 @@ class GroupCache:
         """Whether this content can be had without computing it."""
         return self.pool.find(block_hash) is not None or (self._offload is not None and block_hash in self._offload)
 
+    def end_of_found(self, hashes: Sequence[bytes], begin: int, end: int) -> int:
+        """The first of the blocks `begin` to `end - 1` that cannot be had; `end` when all can."""
+        for i in range(begin, end):
+            if not self.has(hashes[i + 1]):
+                return i
+        return end
+
     def num_servable(self, hashes: Sequence[bytes], num_blocks: int) -> int:
         """The longest prefix of at most so many blocks of which this group has all that a next token sees."""
         block = num_blocks - 1
@@ -116,7 +123,7 @@ class GroupCache:
         to_load = [i for i, block_id in enumerate(need.found, need.num_behind) if block_id is None]
         if self._offload:
             # Before blocks are evicted: what these save must not overwrite it.
-            self._offload.pin(hashes[i + 1] for i in to_load)
+            self._offload.pin(hashes[i + 1] for i in reversed(to_load))
         new = pool.allocate(need.num_new)
         assert new is not None, "less is free than was counted"
         table = [NO_BLOCK] * need.num_behind
