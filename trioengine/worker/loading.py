@@ -166,6 +166,7 @@ def load_executor(
         raise EngineStartError(
             f"There is not enough memory for {checkpoint.location.path} and its KV cache."
         ) from error
+    location = checkpoint.location  # The checkpoint, whose files are mapped, must not live as long as the executor.
     return LocalExecutor(
         backend,
         draft_model=draft_model,
@@ -173,7 +174,7 @@ def load_executor(
         logprobs_mode=logprobs_mode,
         logits_processors=LogitsProcessors.installed(),
         bad_words_rules=BadWordsRules(
-            lambda skip_special_tokens: load_tokenizer(checkpoint.location).token_byte_table(skip_special_tokens),
+            lambda skip_special_tokens: load_tokenizer(location).token_byte_table(skip_special_tokens),
             checkpoint.config.vocab_size,
         ),
         is_asynchronous=config.async_scheduling,

@@ -168,6 +168,26 @@ def test_a_folder_is_loaded_and_quantized(tmp_path: Path, quantization: str | No
     built.close()
 
 
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_an_engine_offloads_as_it_is_told(location: ModelLocation, tmp_path: Path, is_on_disk: bool) -> None:
+    folder = tmp_path / "offload"
+    built = build_engine_core(
+        EngineConfig(kv_offload_bytes=1 << 20, kv_offload_path=str(folder) if is_on_disk else None), location
+    )
+    (group,) = Computer(native_library()).shape(tiny_model().config).kv_groups
+    assert built.core.executor.num_offload_blocks == (1 << 20) // (16 * group.bytes_per_token)
+    assert folder.exists() == is_on_disk
+    assert "num_offload_blocks" in built.ready.reasons
+    built.close()
+
+
+def test_the_files_are_closed_when_they_are_loaded(location: ModelLocation, computer: Computer) -> None:
+    """A file of many gigabytes is not part of the process's memory."""
+    executor = load_executor(open_checkpoint(location), CONFIG, computer)
+    assert location.path.name not in Path("/proc/self/maps").read_text()
+    executor.close()
+
+
 def test_the_native_kernels_estimate_larger_steps() -> None:
     native, plain = Computer(native_library()).hardware_facts(), TORCH.hardware_facts()
     assert native.flops_per_s > plain.flops_per_s
