@@ -109,6 +109,29 @@ def test_the_fastest_kernels_are_chosen_and_others_can_be(library):
         library.set_isa(foreign)
 
 
+def test_too_much_memory_is_a_memory_error(library):
+    with pytest.raises(MemoryError):
+        library.allocate(1 << 60)
+
+
+def test_memory_is_freed_when_no_piece_is_referenced(library):
+    """Also the rest that the next piece would come out of."""
+
+    def mapped_bytes():
+        fields = Path("/proc/self/statm").read_text().split()
+        return int(fields[0]) * os.sysconf("SC_PAGESIZE")
+
+    library.drop_arena()
+    before = mapped_bytes()
+    pieces = [library.allocate(1 << 20) for _ in range(3)]
+    assert mapped_bytes() - before >= 3 << 20
+    library.drop_arena()
+    assert mapped_bytes() - before >= 3 << 20
+    assert all(not piece.any() for piece in pieces)
+    pieces.clear()
+    assert mapped_bytes() - before < 3 << 20
+
+
 def test_memory_is_aligned_and_not_shared(library):
     pieces = [library.allocate(size) for size in (1, 63, 64, 65, 3 << 20, 100)]
     for i, piece in enumerate(pieces):

@@ -198,8 +198,8 @@ class Executor(Protocol):
         ...
 
     def sleep(self, level: int) -> None:
-        """Give memory back until `wake_up`: level 1 the KV cache's, level 2 the weights' too. No step is in flight, and
-        no sequence is known any more."""
+        """Give memory back until `wake_up`: level 1 the KV cache's and the offload store's, level 2 the weights'
+        too. No step is in flight, and no sequence is known any more."""
         ...
 
     def wake_up(self, tags: Sequence[str]) -> None:

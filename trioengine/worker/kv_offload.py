@@ -4,6 +4,7 @@ Content that was kept comes back bit by bit, or not at all. This module does not
 worth keeping.
 """
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -100,7 +101,7 @@ class DiskOffloadStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for _ in slot_bytes:
                 self._files.append(_nameless_file(folder))
-            self.clear()
+            self._empty_files()
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -131,16 +132,20 @@ class DiskOffloadStore:
     def clear(self) -> None:
         """As `OffloadStore.clear`."""
         self._digests.clear()
-        for file, size in zip(self._files, self._slot_bytes, strict=True):
-            # Without its end a file takes no room; then all of it is there, and what is never written takes none.
-            os.ftruncate(file, 0)
-            os.ftruncate(file, self.num_slots * size)
+        with contextlib.suppress(OSError):  # A broken disk: nothing is read from it any more.
+            self._empty_files()
 
     def close(self) -> None:
         """As `OffloadStore.close`."""
         while self._files:
             os.close(self._files.pop())
         self._digests.clear()
+
+    def _empty_files(self) -> None:
+        for file, size in zip(self._files, self._slot_bytes, strict=True):
+            # Without its end a file takes no room; then all of it is there, and what is never written takes none.
+            os.ftruncate(file, 0)
+            os.ftruncate(file, self.num_slots * size)
 
 
 def _nameless_file(folder: Path) -> int:

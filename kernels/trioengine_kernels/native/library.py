@@ -123,6 +123,9 @@ class Library:
 
         Pieces come out of large areas for which huge pages are asked: reading 100 MB per token through 4 KB pages
         costs a tenth of the bandwidth.
+
+        Raises:
+            MemoryError: so much is not to be had.
         """
         num_bytes = -(-num_bytes // 64) * 64
         if num_bytes > len(self._arena):
@@ -296,7 +299,10 @@ def _huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Zeroed memory on pages of 2 MB where the system grants them."""
     size = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     # Private: shared memory, which is the default here, gets no huge pages on most systems.
-    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"There is no memory for {num_bytes} bytes of weights.") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel without them: ordinary pages do.
             memory.madvise(mmap.MADV_HUGEPAGE)

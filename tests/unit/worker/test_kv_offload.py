@@ -141,6 +141,10 @@ def test_a_disk_that_cannot_be_read_loses_blocks(disk_store: DiskOffloadStore, m
 
     monkeypatch.setattr(os, "preadv", broken)
     assert disk_store.read(0, 0) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "ftruncate", broken)
+    disk_store.clear()
+    assert disk_store.read(0, 0) is None
 
 
 def test_a_folder_that_cannot_be_used_is_a_configuration_error(tmp_path: Path) -> None:
