@@ -13,8 +13,7 @@ import tokenizers
 from tokenizers import processors
 
 from trioengine.errors import CheckpointError
-from trioengine.tokenizer.from_gguf import set_bos
-from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts, library_errors_as_checkpoint_errors
+from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts, library_errors_as_checkpoint_errors, set_affixes
 
 MAX_FILE_BYTES = 256 << 20
 
@@ -44,7 +43,7 @@ def _apply_add_bos(backend: tokenizers.Tokenizer, add_bos: object, bos_token_id:
     """tokenizer_config.json overrules tokenizer.json, where it says anything."""
     added = backend.encode("").ids
     if add_bos is True and bos_token_id is not None and bos_token_id not in added:
-        set_bos(backend, backend.id_to_token(bos_token_id) or "", bos_token_id)
+        set_affixes(backend, bos_token_id, None)
     elif add_bos is False and added == [bos_token_id]:
         backend.post_processor = processors.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
 

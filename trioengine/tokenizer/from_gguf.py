@@ -1,20 +1,30 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-Two kinds exist: "gpt2", byte-level BPE with one of several ways to cut text into words, and "llama", SentencePiece
-BPE. The result encodes as the tokenizer.json that the model was published with does.
+Four kinds exist: "gpt2", byte-level BPE with one of several ways to cut text into words; "llama", SentencePiece BPE;
+"t5", SentencePiece Unigram; and "bert", WordPiece. The result encodes as the tokenizer.json that the model was
+published with does.
 """
 
-from collections.abc import Callable, Mapping
-from enum import IntEnum
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models
 
 from trioengine.checkpoint.gguf import GGUFValue, open_gguf
 from trioengine.errors import CheckpointError
-from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts, library_errors_as_checkpoint_errors
+from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts, library_errors_as_checkpoint_errors, set_affixes
+from trioengine.tokenizer.sentencepiece import (
+    SPACE,
+    Algorithm,
+    SentencePieceModel,
+    TokenType,
+    add_special_pieces,
+    build_sentencepiece,
+)
+from trioengine.tokenizer.word_splitting import WORD_SPLITTINGS
+from trioengine.tokenizer.wordpiece import CONTINUATION, CONTROL_TOKENS, WordPieceOptions, build_wordpiece
 
 Metadata: TypeAlias = Mapping[str, GGUFValue]
 
@@ -28,26 +38,6 @@ END_OF_ANSWER_TOKENS = (
     "<end_of_turn>",
 )
 """Control tokens of these names end an answer too. GGUF has no list like that of generation_config.json."""
-
-MAX_JOINED_CHARS = 256
-"""Longer SentencePiece tokens cannot be joined from text: real ones have 16, and every cut of a token is tried."""
-
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-class TokenType(IntEnum):
-    """Values of `tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
@@ -66,39 +56,36 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
 
 
 def _build(metadata: Metadata) -> TokenizerParts:
-    model = metadata.get("tokenizer.ggml.model")
     tokens = _tokens(metadata)
     types = _token_types(metadata, len(tokens))
-    match model:
+    facts = _facts(metadata, tokens, types)
+    first, last = facts.bos_token_id, facts.eos_token_ids[0] if facts.eos_token_ids else None
+    adds_first, adds_last = False, False
+    match metadata.get("tokenizer.ggml.model"):
         case "gpt2":
             backend = _byte_level_backend(metadata, tokens)
+            add_special_pieces(backend, tokens, types)
+            adds_first = WORD_SPLITTINGS[str(metadata.get("tokenizer.ggml.pre"))].adds_bos
         case "llama":
-            backend = _sentencepiece_backend(metadata, tokens, types)
-        case _:
-            raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported are 'gpt2' and 'llama'.")
-    added: list[Any] = []
-    for token, token_type in zip(tokens, types, strict=True):
-        if token and token_type in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
-            is_special = token_type != TokenType.USER_DEFINED
-            added.append(tokenizers.AddedToken(token, special=is_special, normalized=False))
-    backend.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]
-    facts = _facts(metadata, tokens, types)
-    # Files that leave it out are SentencePiece's, and Llama 3's, whose own tokenizer.json adds BOS.
-    adds_bos = metadata.get(
-        "tokenizer.ggml.add_bos_token", model == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    )
-    if adds_bos is True and facts.bos_token_id is not None:
-        set_bos(backend, tokens[facts.bos_token_id], facts.bos_token_id)
+            backend = build_sentencepiece(_sentencepiece(metadata, tokens, types, Algorithm.BPE))
+            adds_first = True
+        case "t5":
+            backend = build_sentencepiece(_sentencepiece(metadata, tokens, types, Algorithm.UNIGRAM))
+            adds_last = True
+        case "bert":
+            backend = _wordpiece_backend(metadata, tokens, types)
+            first, last = _token_id(metadata, tokens, "cls", "bos"), _token_id(metadata, tokens, "seperator", "eos")
+            # llama.cpp's numbers for files without them, which are those of BERT's own vocabulary.
+            first = _index(tokens, "[CLS]") if first is None else first
+            last = _index(tokens, "[SEP]") if last is None else last
+            adds_first = adds_last = True
+        case model:
+            raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported are 'gpt2', 'llama', 't5' and 'bert'.")
+    adds_first = metadata.get("tokenizer.ggml.add_bos_token", adds_first) is True
+    adds_last = metadata.get("tokenizer.ggml.add_eos_token", adds_last) is True
+    if adds_first or adds_last:
+        set_affixes(backend, first if adds_first else None, last if adds_last else None)
     return TokenizerParts(backend, facts)
-
-
-def set_bos(backend: tokenizers.Tokenizer, token: str, token_id: int) -> None:
-    """Let the tokenizer put this token in front of every text."""
-    backend.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-        single=["BOS", "$A"],
-        pair=["BOS", "$A", "$B"],
-        special_tokens=[{"id": "BOS", "ids": [token_id], "tokens": [token]}],
-    )
 
 
 def _tokens(metadata: Metadata) -> tuple[str, ...]:
@@ -119,105 +106,96 @@ def _token_types(metadata: Metadata, num_tokens: int) -> tuple[int, ...]:
 
 def _byte_level_backend(metadata: Metadata, tokens: tuple[str, ...]) -> tokenizers.Tokenizer:
     name = metadata.get("tokenizer.ggml.pre")
-    prepare = _WORD_SPLITTERS.get(name) if isinstance(name, str) else None
-    if prepare is None:
+    splitting = WORD_SPLITTINGS.get(name) if isinstance(name, str) else None
+    if splitting is None:
         raise CheckpointError(
-            f"tokenizer.ggml.pre, which says how text is cut into words, is {name!r}; supported are "
-            f"{', '.join(sorted(_WORD_SPLITTERS))}."
+            f"tokenizer.ggml.pre, which says how text is cut into words, is {str(name)[:100]!r}; supported are "
+            f"{', '.join(sorted(WORD_SPLITTINGS))}. Use the folder with safetensors that the file was made from."
         )
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, tuple):
         raise CheckpointError("The file has no list tokenizer.ggml.merges.")
-    # A space inside a token is written "Ġ", so the first one after the first character parts the two.
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     pairs: list[tuple[str, str]] = []
     for merge in merges:
+        # A space inside a token is written "Ġ", so the first one after the first character parts the two.
         left, _, right = str(merge).partition(" ")
+        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
+            raise CheckpointError(f"tokenizer.ggml.merges joins {left[:50]!r} and {right[:50]!r}, which are no tokens.")
         pairs.append((left, right))
-    backend = _make_backend(tokens, pairs, ignore_merges=name == "llama-bpe")
-    prepare(backend)
+    with library_errors_as_checkpoint_errors("The vocabulary and its merges do not fit together"):
+        backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignores_merges))
+    splitting.apply(backend)
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     return backend
 
 
-def _make_backend(tokens: tuple[str, ...], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    for left, right in merges:
-        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
-            raise CheckpointError(f"tokenizer.ggml.merges joins {left[:50]!r} and {right[:50]!r}, which are no tokens.")
-    with library_errors_as_checkpoint_errors("The vocabulary and its merges do not fit together"):
-        return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **options))
-
-
-def _gpt2(backend: tokenizers.Tokenizer) -> None:
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _smollm(backend: tokenizers.Tokenizer) -> None:
-    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _by_pattern(backend: tokenizers.Tokenizer, pattern: str) -> None:
-    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-    steps = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _llama3(backend: tokenizers.Tokenizer) -> None:
-    _by_pattern(backend, LLAMA3_WORDS)
-
-
-def _qwen2(backend: tokenizers.Tokenizer) -> None:
-    backend.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
-    _by_pattern(backend, QWEN2_WORDS)
-
-
-_WORD_SPLITTERS: Mapping[str, Callable[[tokenizers.Tokenizer], None]] = {
-    "gpt-2": _gpt2,
-    "llama-bpe": _llama3,
-    "qwen2": _qwen2,
-    "smollm": _smollm,
-}
-
-
-def _sentencepiece_backend(metadata: Metadata, tokens: tuple[str, ...], types: tuple[int, ...]) -> tokenizers.Tokenizer:
-    """SentencePiece joins the pair whose union has the best score; BPE takes merges in that order."""
+def _sentencepiece(
+    metadata: Metadata, tokens: tuple[str, ...], types: tuple[int, ...], algorithm: Algorithm
+) -> SentencePieceModel:
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, tuple) or len(scores) != len(tokens):
+    if not isinstance(scores, tuple) or len(scores) != len(tokens) or isinstance(scores[0], str):
         raise CheckpointError("tokenizer.ggml.scores does not list the scores of all tokens.")
-    numbers = cast(tuple[float, ...], scores)
-    # Control and byte tokens are never joined from text.
-    joinable = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
-    ids = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] in joinable}
-    merges: list[tuple[float, int, int, str, str]] = []
-    for token, token_id in ids.items():
-        for cut in range(1, len(token) if len(token) <= MAX_JOINED_CHARS else 1):
-            left, right = ids.get(token[:cut]), ids.get(token[cut:])
-            if left is not None and right is not None:
-                merges.append((-numbers[token_id], left, right, token[:cut], token[cut:]))
-    merges.sort()
-    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.UNKNOWN), None)
-    backend = _make_backend(
-        tokens, [merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
+    charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap", ())
+    if not isinstance(charsmap, tuple) or not all(isinstance(byte, int) and -128 <= byte < 256 for byte in charsmap):
+        raise CheckpointError("tokenizer.ggml.precompiled_charsmap is no list of bytes.")
+    return SentencePieceModel(
+        tokens,
+        cast(tuple[float, ...], scores),
+        types,
+        algorithm,
+        bytes(int(byte) & 0xFF for byte in charsmap),
+        add_dummy_prefix=metadata.get("tokenizer.ggml.add_space_prefix", True) is not False,
+        remove_extra_whitespaces=metadata.get("tokenizer.ggml.remove_extra_whitespaces", algorithm is Algorithm.UNIGRAM)
+        is True,
     )
-    adds_space = metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
-    steps: list[Any] = [normalizers.Prepend("▁")] if adds_space else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])  # pyright: ignore[reportAttributeAccessIssue]
-    shown: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if adds_space:
-        shown.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(shown)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _wordpiece_backend(metadata: Metadata, tokens: tuple[str, ...], types: tuple[int, ...]) -> tokenizers.Tokenizer:
+    """The file marks what begins a word with "▁"; the published form marks what goes on inside one with "##"."""
+    names: list[str] = []
+    specials: list[str] = []
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) or token in CONTROL_TOKENS:
+            names.append(token)
+            specials.append(token)
+        elif token.startswith(SPACE):
+            names.append(token[1:])
+        elif token.startswith("[") and token.endswith("]"):
+            names.append(token)  # converters leave these as they are
+        else:
+            names.append(CONTINUATION + token)
+    # No key says so. A vocabulary of capital letters would never be met by text in small ones.
+    is_lower = all(name.lower() == name for name, token in zip(names, tokens, strict=True) if name != token)
+    unknown = _token_id(metadata, tokens, "unknown")
+    vocabulary = {name: token_id for token_id, name in enumerate(names)}
+    backend = build_wordpiece(
+        vocabulary,
+        WordPieceOptions(do_lower_case=is_lower),
+        unknown="[UNK]" if unknown is None else names[unknown],
+    )
+    backend.add_special_tokens([token for token in specials if token])  # pyright: ignore[reportUnknownMemberType]
     return backend
+
+
+def _index(tokens: tuple[str, ...], token: str) -> int | None:
+    return tokens.index(token) if token in tokens else None
+
+
+def _token_id(metadata: Metadata, tokens: tuple[str, ...], *names: str) -> int | None:
+    """The id under the first of these names that the file has."""
+    for name in names:
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value is not None:
+            if not isinstance(value, int) or not 0 <= value < len(tokens):
+                raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {value!r}, which is no token.")
+            return value
+    return None
 
 
 def _facts(metadata: Metadata, tokens: tuple[str, ...], types: tuple[int, ...]) -> TokenizerFacts:
     def token_id(name: str) -> int | None:
-        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if value is None:
-            return None
-        if not isinstance(value, int) or not 0 <= value < len(tokens):
-            raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {value!r}, which is no token.")
-        return value
+        return _token_id(metadata, tokens, name)
 
     ends = [token_id("eos"), token_id("eot"), token_id("eom")]
     for index, (token, token_type) in enumerate(zip(tokens, types, strict=True)):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import attrs
 import tokenizers
+from tokenizers import processors
 
 from trioengine.errors import CheckpointError
 
@@ -28,6 +29,20 @@ class TokenizerParts:
 
     backend: tokenizers.Tokenizer
     facts: TokenizerFacts
+
+
+def set_affixes(backend: tokenizers.Tokenizer, first: int | None, last: int | None) -> None:
+    """Let the tokenizer put these tokens around every text, and behind the second of a pair once more."""
+    tokens = {name: token_id for name, token_id in (("FIRST", first), ("LAST", last)) if token_id is not None}
+    start, end = [name for name in tokens if name == "FIRST"], [name for name in tokens if name == "LAST"]
+    backend.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single=[*start, "$A", *end],
+        pair=[*start, "$A", *end, "$B:1", *(f"{name}:1" for name in end)],
+        special_tokens=[
+            {"id": name, "ids": [token_id], "tokens": [backend.id_to_token(token_id) or ""]}
+            for name, token_id in tokens.items()
+        ],
+    )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The bytes that each token of a vocabulary stands for, worked out from the decoder that comes with it.
 
-Two kinds of vocabulary are known: byte-level BPE (GPT-2's printable stand-ins for bytes) and SentencePiece ("▁" for a
-space, "<0x0A>" for a byte). This module does not know special tokens.
+Three kinds of vocabulary are known: byte-level BPE (GPT-2's printable stand-ins for bytes), SentencePiece ("▁" for a
+space, "<0x0A>" for a byte) and WordPiece ("##" inside a word). This module does not know special tokens.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import cast
 
 import attrs
 import tokenizers
+from tokenizers import decoders
 
 from trioengine.errors import CheckpointError
 
@@ -31,12 +32,14 @@ def read_token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
     """Work out the bytes of every token.
 
     Raises:
-        CheckpointError: the vocabulary's decoder is of neither kind.
+        CheckpointError: the vocabulary's decoder is of no such kind.
     """
     steps = list(_flatten(_state(backend.decoder)))
     kinds = {str(step.get("type")) for step in steps}
     if kinds == {"ByteLevel"}:
         return TokenBytes(_table(backend, byte_level=True, has_byte_tokens=False), drops_leading_space=False)
+    if kinds == {"WordPiece"}:
+        return TokenBytes(_word_table(backend, steps[0]), drops_leading_space=True)
     if not kinds or not all(_is_sentencepiece(step) for step in steps):
         raise CheckpointError(
             f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is of no supported kind."
@@ -63,6 +66,16 @@ def _table(backend: tokenizers.Tokenizer, *, byte_level: bool, has_byte_tokens: 
         else:
             data = token.replace("▁", " ").encode()
         table[token_id] = data
+    return table
+
+
+def _word_table(backend: tokenizers.Tokenizer, step: Mapping[str, object]) -> list[bytes]:
+    """A word brings the space in front of it, which its decoder leaves out before some marks."""
+    decoder = decoders.WordPiece(prefix=str(step.get("prefix", "##")), cleanup=step.get("cleanup") is not False)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        table[token_id] = decoder.decode(["x", token])[1:].encode()
     return table
 
 

@@ -5,6 +5,7 @@ which the special tokens have unguessable names. Only text that the model's own 
 tokens. This module does not render templates and does not know requests.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import tokenizers
+from tokenizers import models
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.errors import CheckpointError, RequestError
@@ -209,7 +211,12 @@ class _Guard:
         self, backend: tokenizers.Tokenizer, added: Mapping[int, Any]
     ) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         """The tokenizer with guards for control tokens, and the original ids of those it numbers otherwise."""
-        guarded = tokenizers.Tokenizer(backend.model)  # shares the vocabulary
+        names = {
+            str(token.content): self._guard_format.format(token_id)
+            for token_id, token in added.items()
+            if token.special
+        }
+        guarded = tokenizers.Tokenizer(_model_with_renamed_tokens(backend, names))
         if backend.normalizer is not None:
             guarded.normalizer = backend.normalizer
         if backend.pre_tokenizer is not None:
@@ -219,7 +226,7 @@ class _Guard:
         contents: dict[str, int] = {}
         tokens: list[Any] = []
         for token_id, token in added.items():
-            content = self._guard_format.format(token_id) if token.special else str(token.content)
+            content = names.get(str(token.content), str(token.content))
             contents[content] = token_id
             tokens.append(
                 tokenizers.AddedToken(
@@ -261,7 +268,7 @@ class _Guard:
         """Ids of guarded text: guards become control tokens, all else is plain text."""
         token_ids = _encode(self._backend, text, add_special_tokens)
         if not self._forbidden_ids.isdisjoint(token_ids):
-            # Possible only where a word of the model itself is a control token, as merges or Unigram may make one.
+            # Possible only where a word of the model itself is a control token, as merges may make one.
             token = next(self._content_by_id[token_id] for token_id in token_ids if token_id in self._forbidden_ids)
             raise RequestError(f"The text spells the control token {token!r}, which this model cannot read as text.")
         original_ids = self._original_ids
@@ -271,6 +278,19 @@ class _Guard:
 
     def _stand_in(self, match: re.Match[str]) -> str:
         return f"{self._stand_in_start}{self._id_by_content[match[0]]}\ufdd3"
+
+
+def _model_with_renamed_tokens(backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> models.Model:
+    """The model of a tokenizer in which text cannot be cut into these tokens, because they have other names.
+
+    Only Unigram takes every word of its vocabulary for something that text may be cut into; other models are shared.
+    """
+    if not isinstance(backend.model, models.Unigram):
+        return backend.model
+    # The library's objects describe themselves as the JSON of tokenizer.json.
+    state: dict[str, Any] = json.loads(backend.model.__getstate__())  # pyright: ignore
+    words = [(names.get(word, word), score) for word, score in state["vocab"]]
+    return models.Unigram(words, state["unk_id"], state.get("byte_fallback", False))
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trioengine.errors import CheckpointError, RequestError
 from trioengine.tokenizer.chat_template import render_chat
-from trioengine.tokenizer.parts import TokenizerFacts
+from trioengine.tokenizer.parts import TokenizerFacts, set_affixes
 from trioengine.tokenizer.tokenizer import Tokenizer
 
 ROLES = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>' }}{% endfor %}"
@@ -98,10 +98,8 @@ def test_the_guarded_way_gives_the_same_ids(tokenizer: Tokenizer) -> None:
 
 def test_a_template_that_writes_bos_gets_no_second_one(tokenizer: Tokenizer) -> None:
     """Case 40 (vllm 2012), with a tokenizer that puts BOS before plain text."""
-    from trioengine.tokenizer.from_gguf import set_bos
-
     backend = type(tokenizer._backend).from_str(tokenizer._backend.to_str())
-    set_bos(backend, "<|endoftext|>", 0)
+    set_affixes(backend, 0, None)
     facts = TokenizerFacts(bos_token_id=0, chat_templates={"default": "{{ bos_token }}{{ messages[0].content }}"})
     chat = Tokenizer(backend, facts)
     assert chat.encode("Hello") == [0, 19556]

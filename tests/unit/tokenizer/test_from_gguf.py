@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.errors import CheckpointError
-from trioengine.tokenizer.from_gguf import TokenType
+from trioengine.tokenizer.sentencepiece import TokenType
 from trioengine.tokenizer.token_bytes import byte_stand_ins
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -84,7 +84,7 @@ def test_qwen2_composes_characters(path: Path) -> None:
 @pytest.mark.parametrize("pre", ["made-up", None])
 def test_an_unknown_way_to_cut_words_is_refused(path: Path, pre: str | None) -> None:
     with pytest.raises(
-        CheckpointError, match=r"tokenizer\.ggml\.pre.*supported are gpt-2, llama-bpe, qwen2, smollm"
+        CheckpointError, match=r"tokenizer\.ggml\.pre.*supported are .*gpt-2, .*llama-bpe, .*qwen2"
     ) as caught:
         byte_level(path, pre)
     assert caught.value.path == str(path)
