@@ -61,6 +61,11 @@ _GGML_TYPES: Mapping[str, _GGMLType] = {
 }
 GGML_TYPE_NAMES = frozenset(_GGML_TYPES)
 """The types that `pack_ggml` takes."""
+_BLOCK_TYPES: Mapping[TileKind, _GGMLType] = {
+    TileKind.INT4: _GGML_TYPES["Q4_1"],
+    TileKind.INT8: _GGML_TYPES["Q8_0"],
+    TileKind.INT8_AFFINE: _GGMLType(1000, 32, 36, TileKind.INT8_AFFINE),
+}
 _PLAIN_TYPE_NAMES = {"F32", "F16", "BF16"}
 
 
@@ -164,19 +169,69 @@ def pack_float_pieces(
     """
     if kind is TileKind.INT8_AFFINE:
         raise ValueError("Floats are not packed as INT8_AFFINE.")
+
+    def as_bytes() -> Iterable[NDArray[np.uint8]]:
+        for piece in pieces:
+            if piece.dtype != np.float32 or piece.ndim != 2 or piece.shape[1] != columns:
+                raise ValueError("A piece must be a float32 matrix of all columns.")
+            yield np.ascontiguousarray(piece).view(np.uint8)
+
+    return _pack_pieces(library, _GGML_TYPES["F32"], as_bytes(), rows, columns, kind, pool)
+
+
+def pack_block_pieces(
+    library: native.Library,
+    pieces: Iterable[NDArray[np.uint8]],
+    rows: int,
+    columns: int,
+    kind: TileKind,
+    *,
+    pool: native.ThreadPool | None = None,
+) -> WeightTiles:
+    """Pack numbers that are quantized already, each row a run of blocks of 32 columns.
+
+    A block begins with its scale, a half. Then come for INT4 the minimum, a half, and 16 bytes with column i in the low
+    and column 16 + i in the high bits of byte i; for INT8 32 signed bytes; for INT8_AFFINE the minimum, and those.
+
+    Args:
+        library: the native backend.
+        pieces: [rows of the piece, bytes of a row], each but the last with a multiple of 16 rows.
+        rows: of all pieces.
+        columns: inputs, a multiple of 32.
+        kind: a quantized one.
+        pool: threads to use.
+
+    Raises:
+        ValueError: the pieces do not fit the sizes, or the kind is none of these.
+    """
+    if kind not in _BLOCK_TYPES or columns % 32:
+        raise ValueError(f"There are no blocks for {columns} columns of {kind.name}.")
+    return _pack_pieces(library, _BLOCK_TYPES[kind], pieces, rows, columns, kind, pool)
+
+
+def _pack_pieces(
+    library: native.Library,
+    ggml_type: _GGMLType,
+    pieces: Iterable[NDArray[np.uint8]],
+    rows: int,
+    columns: int,
+    kind: TileKind,
+    pool: native.ThreadPool | None,
+) -> WeightTiles:
     if not (0 < rows <= MAX_SIZE and 0 < columns <= MAX_SIZE):
         raise ValueError(f"A matrix of {rows} × {columns} cannot be packed.")
+    row_bytes = columns // ggml_type.block_size * ggml_type.block_bytes
     num_bytes = _packed_bytes(library, kind, rows, columns)
     data = library.allocate(num_bytes)[:num_bytes]
     first = 0
     for piece in pieces:
-        if piece.dtype != np.float32 or piece.ndim != 2 or piece.shape[1] != columns or first % 16:
-            raise ValueError("A piece must be a float32 matrix of all columns and a multiple of 16 rows.")
+        if piece.dtype != np.uint8 or piece.ndim != 2 or piece.shape[1] != row_bytes or first % 16:
+            raise ValueError(f"A piece must be rows of {row_bytes} bytes, and a multiple of 16 of them.")
         if first + len(piece) > rows:
             raise ValueError(f"The pieces have more than {rows} rows.")
         target = data[_packed_bytes(library, kind, first, columns) if first else 0 :]
-        raw = np.ascontiguousarray(piece).view(np.uint8)
-        _pack_into(library, target, _GGML_TYPES["F32"], raw, 4 * columns, len(piece), columns, kind, pool)
+        raw = np.ascontiguousarray(piece)
+        _pack_into(library, target, ggml_type, raw, row_bytes, len(piece), columns, kind, pool)
         first += len(piece)
     if first != rows:
         raise ValueError(f"The pieces have {first} rows, not {rows}.")

@@ -20,14 +20,16 @@ enum {
     GGML_Q4_K = 12,
     GGML_Q5_K = 13,
     GGML_Q6_K = 14,
-    GGML_BF16 = 30
+    GGML_BF16 = 30,
+    TE_Q8_1 = 1000 /* our own: half scale, half minimum, 32 whole numbers of 8 bits */
 };
 
-/* 32 values of one row: value = scale * q + min. */
+/* 32 values of one row: value = scale * q + min, where q is the byte for INT4 (0 to 15), and the byte less 128 for 8
+ * bits: bytes are what tiles hold, so most types need no arithmetic. */
 typedef struct {
-    int32_t q[TE_GROUP];
-    float scale;
-    float min;
+    uint8_t bytes[TE_GROUP];
+    uint16_t scale; /* halves */
+    uint16_t min;
 } Group;
 
 size_t te_tile_strip_bytes(int32_t kind, int32_t columns)
@@ -47,18 +49,23 @@ size_t te_tile_strip_bytes(int32_t kind, int32_t columns)
     }
 }
 
-static float half_at(const uint8_t *p)
+static uint16_t bits_at(const uint8_t *p)
 {
     uint16_t bits;
     memcpy(&bits, p, 2);
-    return te_half_to_float(bits);
+    return bits;
+}
+
+static float half_at(const uint8_t *p)
+{
+    return te_half_to_float(bits_at(p));
 }
 
 static void unpack_nibbles(const uint8_t *bytes, Group *group)
 {
     for (int i = 0; i < 16; i++) {
-        group->q[i] = bytes[i] & 15;
-        group->q[i + 16] = bytes[i] >> 4;
+        group->bytes[i] = bytes[i] & 15;
+        group->bytes[i + 16] = bytes[i] >> 4;
     }
 }
 
@@ -67,7 +74,13 @@ static void add_fifth_bits(const uint8_t *bytes, Group *group)
     uint32_t bits;
     memcpy(&bits, bytes, 4);
     for (int i = 0; i < TE_GROUP; i++)
-        group->q[i] |= (int32_t)(bits >> i & 1) << 4;
+        group->bytes[i] |= (uint8_t)((bits >> i & 1) << 4);
+}
+
+static void add_to_bytes(Group *group, uint8_t offset)
+{
+    for (int i = 0; i < TE_GROUP; i++)
+        group->bytes[i] = (uint8_t)(group->bytes[i] + offset);
 }
 
 /* The six-bit scale and minimum of group `index` of a Q4_K or Q5_K block. */
@@ -82,25 +95,47 @@ static void k_scale_and_min(const uint8_t *block, int index, Group *group)
         scale = (packed[index + 4] & 15) | (packed[index - 4] >> 6 << 4);
         min = packed[index + 4] >> 4 | (packed[index] >> 6 << 4);
     }
-    group->scale = half_at(block) * (float)scale;
-    group->min = -half_at(block + 2) * (float)min;
+    group->scale = te_float_to_half(half_at(block) * (float)scale);
+    group->min = te_float_to_half(-half_at(block + 2) * (float)min);
 }
 
-/* Whole numbers times one scale to 8 bits with another. */
+/* To nearest, ties to even, for what is below 2^22: rintf is a call on processors without an instruction for it. */
+static float rounded(float value)
+{
+    return (value + 0x1.8p23f) - 0x1.8p23f;
+}
+
+/* Of TE_GROUP floats. Returns whether all are finite: as whole numbers, the bits of magnitudes have their order, and
+ * infinities and NaN come last. */
+static int largest_magnitude(const float *values, float *largest)
+{
+    int32_t most = 0;
+    for (int i = 0; i < TE_GROUP; i++) {
+        int32_t bits;
+        memcpy(&bits, values + i, 4);
+        bits &= 0x7fffffff;
+        most = TE_MAX(most, bits);
+    }
+    memcpy(largest, &most, 4);
+    return most < 0x7f800000;
+}
+
+/* Floats to 8 bits and a scale. */
 static void requantize(Group *group, const float *values)
 {
-    float largest = 0.0f;
-    int is_finite = 1;
-    for (int i = 0; i < TE_GROUP; i++) {
-        is_finite &= isfinite(values[i]) != 0;
-        largest = TE_MAX(largest, fabsf(values[i]));
+    float largest;
+    const int is_finite = largest_magnitude(values, &largest);
+    group->min = 0;
+    group->scale = te_float_to_half(is_finite ? largest / 127.0f : NAN);
+    const float scale = te_half_to_float(group->scale);
+    const float inverse = scale > 0.0f && isfinite(scale) ? 1.0f / scale : 0.0f;
+    if (inverse == 0.0f) {
+        memset(group->bytes, 128, TE_GROUP);
+        return;
     }
-    group->min = 0.0f;
-    group->scale = is_finite ? te_half_to_float(te_float_to_half(largest / 127.0f)) : NAN;
-    float inverse = group->scale > 0.0f && isfinite(group->scale) ? 1.0f / group->scale : 0.0f;
     for (int i = 0; i < TE_GROUP; i++) {
-        float q = inverse > 0.0f ? rintf(values[i] * inverse) : 0.0f;
-        group->q[i] = (int32_t)TE_MAX(TE_MIN(q, 127.0f), -127.0f);
+        float q = TE_MAX(TE_MIN(values[i] * inverse, 127.0f), -127.0f);
+        group->bytes[i] = (uint8_t)((int32_t)rounded(q) + 128);
     }
 }
 
@@ -122,40 +157,47 @@ static void unpack_q6_k(const uint8_t *block, int index, Group *group)
 static void unpack_group(int32_t type, const uint8_t *row, int32_t index, Group *group)
 {
     const uint8_t *block;
-    group->min = 0.0f;
+    group->min = 0;
     switch (type) {
     case GGML_Q4_0:
         block = row + (size_t)index * 18;
-        group->scale = half_at(block);
-        group->min = -8.0f * group->scale;
+        group->scale = bits_at(block);
+        group->min = te_float_to_half(-8.0f * half_at(block));
         unpack_nibbles(block + 2, group);
         break;
     case GGML_Q4_1:
         block = row + (size_t)index * 20;
-        group->scale = half_at(block);
-        group->min = half_at(block + 2);
+        group->scale = bits_at(block);
+        group->min = bits_at(block + 2);
         unpack_nibbles(block + 4, group);
         break;
     case GGML_Q5_0:
         block = row + (size_t)index * 22;
-        group->scale = half_at(block);
+        group->scale = bits_at(block);
         unpack_nibbles(block + 6, group);
         add_fifth_bits(block + 2, group);
-        for (int i = 0; i < TE_GROUP; i++)
-            group->q[i] -= 16;
+        add_to_bytes(group, 128 - 16);
         break;
     case GGML_Q5_1:
         block = row + (size_t)index * 24;
-        group->scale = half_at(block);
-        group->min = half_at(block + 2);
+        group->scale = bits_at(block);
+        group->min = bits_at(block + 2);
         unpack_nibbles(block + 8, group);
         add_fifth_bits(block + 4, group);
+        add_to_bytes(group, 128);
         break;
     case GGML_Q8_0:
         block = row + (size_t)index * 34;
-        group->scale = half_at(block);
-        for (int i = 0; i < TE_GROUP; i++)
-            group->q[i] = (int8_t)block[2 + i];
+        group->scale = bits_at(block);
+        memcpy(group->bytes, block + 2, TE_GROUP);
+        add_to_bytes(group, 128);
+        break;
+    case TE_Q8_1:
+        block = row + (size_t)index * 36;
+        group->scale = bits_at(block);
+        group->min = bits_at(block + 2);
+        memcpy(group->bytes, block + 4, TE_GROUP);
+        add_to_bytes(group, 128);
         break;
     case GGML_Q4_K:
     case GGML_Q5_K: {
@@ -164,9 +206,9 @@ static void unpack_group(int32_t type, const uint8_t *row, int32_t index, Group 
         k_scale_and_min(block, in_block, group);
         const uint8_t *nibbles = block + (is_five ? 48 : 16) + 32 * (in_block / 2);
         for (int i = 0; i < TE_GROUP; i++) {
-            group->q[i] = in_block % 2 ? nibbles[i] >> 4 : nibbles[i] & 15;
+            group->bytes[i] = in_block % 2 ? nibbles[i] >> 4 : nibbles[i] & 15;
             if (is_five)
-                group->q[i] |= (block[16 + i] >> in_block & 1) << 4;
+                group->bytes[i] = (uint8_t)(group->bytes[i] + ((block[16 + i] >> in_block & 1) << 4) + 128);
         }
         break;
     }
@@ -175,25 +217,24 @@ static void unpack_group(int32_t type, const uint8_t *row, int32_t index, Group 
     }
 }
 
-/* Row `lane` of a tile. */
+/* Row `lane` of a tile: four columns are one word. */
 static void store_group(int32_t kind, uint8_t *tile, int lane, const Group *group)
 {
-    uint16_t half = te_float_to_half(group->scale);
-    memcpy(tile + 2 * lane, &half, 2);
+    memcpy(tile + 2 * lane, &group->scale, 2);
     uint8_t *bytes = tile + 16;
     if (kind != TE_INT8) {
-        half = te_float_to_half(group->min);
-        memcpy(tile + 16 + 2 * lane, &half, 2);
+        memcpy(tile + 16 + 2 * lane, &group->min, 2);
         bytes = tile + 32;
     }
-    for (int i = 0; i < TE_GROUP; i++) {
-        int place = i % 16 / 4 * 32 + 4 * lane + i % 4;
-        if (kind == TE_INT4 && i < 16)
-            bytes[place] = (uint8_t)group->q[i];
-        else if (kind == TE_INT4)
-            bytes[place] |= (uint8_t)(group->q[i] << 4);
-        else
-            bytes[i / 4 * 32 + 4 * lane + i % 4] = (uint8_t)(group->q[i] + 128);
+    bytes += 4 * lane;
+    for (int j = 0; j < (kind == TE_INT4 ? 4 : 8); j++) {
+        uint32_t word, high;
+        memcpy(&word, group->bytes + 4 * j, 4);
+        if (kind == TE_INT4) {
+            memcpy(&high, group->bytes + 16 + 4 * j, 4);
+            word |= high << 4;
+        }
+        memcpy(bytes + 32 * j, &word, 4);
     }
 }
 
@@ -203,33 +244,48 @@ static void quantize_floats(int32_t kind, const float *values, Group *group)
         requantize(group, values);
         return;
     }
-    float low = values[0], high = values[0];
-    int is_finite = 1;
-    for (int i = 0; i < TE_GROUP; i++) {
-        is_finite &= isfinite(values[i]) != 0;
-        low = TE_MIN(low, values[i]);
-        high = TE_MAX(high, values[i]);
+    float lows[8], highs[8], largest;
+    memcpy(lows, values, sizeof lows);
+    memcpy(highs, values, sizeof highs);
+    for (int i = 8; i < TE_GROUP; i += 8)
+        for (int j = 0; j < 8; j++) {
+            lows[j] = TE_MIN(lows[j], values[i + j]);
+            highs[j] = TE_MAX(highs[j], values[i + j]);
+        }
+    for (int j = 1; j < 8; j++) {
+        lows[0] = TE_MIN(lows[0], lows[j]);
+        highs[0] = TE_MAX(highs[0], highs[j]);
     }
-    group->scale = is_finite ? te_half_to_float(te_float_to_half((high - low) / 15.0f)) : NAN;
-    group->min = te_half_to_float(te_float_to_half(low));
-    for (int i = 0; i < TE_GROUP; i++) {
-        float q = group->scale > 0.0f ? rintf((values[i] - group->min) / group->scale) : 0.0f;
-        group->q[i] = q > 0.0f ? (int32_t)TE_MIN(q, 15.0f) : 0;
+    group->scale = te_float_to_half(largest_magnitude(values, &largest) ? (highs[0] - lows[0]) / 15.0f : NAN);
+    group->min = te_float_to_half(lows[0]);
+    const float scale = te_half_to_float(group->scale), min = te_half_to_float(group->min);
+    if (!(scale > 0.0f)) {
+        memset(group->bytes, 0, TE_GROUP);
+        return;
     }
+    for (int i = 0; i < TE_GROUP; i++)
+        group->bytes[i] = (uint8_t)(int32_t)rounded(TE_MAX(TE_MIN((values[i] - min) / scale, 15.0f), 0.0f));
 }
 
-static float plain_value(int32_t type, const uint8_t *row, int32_t column)
+/* The floats of group `index`; those behind the last column repeat it, since activations are 0 there. */
+static void plain_group(int32_t type, const uint8_t *row, int32_t index, int32_t columns, float *values)
 {
-    uint32_t bits = 0;
-    float value;
-    if (type == GGML_F16)
-        return half_at(row + 2 * (size_t)column);
-    if (type == GGML_BF16)
-        memcpy((uint8_t *)&bits + 2, row + 2 * (size_t)column, 2); /* little-endian */
-    else
-        memcpy(&bits, row + 4 * (size_t)column, 4);
-    memcpy(&value, &bits, 4);
-    return value;
+    const int32_t first = index * TE_GROUP, count = TE_MIN(TE_GROUP, columns - first);
+    if (type == GGML_F32) {
+        memcpy(values, row + 4 * (size_t)first, 4 * (size_t)count);
+    } else if (type == GGML_BF16) {
+        uint16_t upper[TE_GROUP] = {0};
+        memcpy(upper, row + 2 * (size_t)first, 2 * (size_t)count);
+        for (int i = 0; i < TE_GROUP; i++) {
+            uint32_t bits = (uint32_t)upper[i] << 16;
+            memcpy(values + i, &bits, 4);
+        }
+    } else {
+        for (int i = 0; i < count; i++)
+            values[i] = half_at(row + 2 * (size_t)(first + i));
+    }
+    for (int i = count; i < TE_GROUP; i++)
+        values[i] = values[count - 1];
 }
 
 typedef struct {
@@ -253,11 +309,7 @@ static void pack_quantized_strip(const Packing *p, int32_t strip, uint8_t *tile)
             Group group;
             if (is_plain) {
                 float values[TE_GROUP];
-                for (int32_t i = 0; i < TE_GROUP; i++) {
-                    int32_t column = index * TE_GROUP + i;
-                    /* The activations behind the last column are 0: its value may be repeated. */
-                    values[i] = plain_value(p->type, row, TE_MIN(column, p->columns - 1));
-                }
+                plain_group(p->type, row, index, p->columns, values);
                 quantize_floats(p->kind, values, &group);
             } else {
                 unpack_group(p->type, row, index, &group);
@@ -271,14 +323,23 @@ static void pack_float_strip(const Packing *p, int32_t strip, uint8_t *out)
 {
     for (int lane = 0; lane < TE_FLOAT_ROWS && strip * TE_FLOAT_ROWS + lane < p->rows; lane++) {
         const uint8_t *row = p->raw + (size_t)(strip * TE_FLOAT_ROWS + lane) * p->row_bytes;
-        for (int32_t column = 0; column < p->columns; column++) {
-            float value = plain_value(p->type, row, column);
-            size_t place = (size_t)column * TE_FLOAT_ROWS + (size_t)lane;
-            if (p->kind == TE_F16) {
-                uint16_t half = te_float_to_half(value);
-                memcpy(out + 2 * place, &half, 2);
-            } else {
-                memcpy(out + 4 * place, &value, 4);
+        for (int32_t first = 0; first < p->columns; first += TE_GROUP) {
+            const int32_t count = TE_MIN(TE_GROUP, p->columns - first);
+            const size_t place = (size_t)first * TE_FLOAT_ROWS + (size_t)lane;
+            float values[TE_GROUP];
+            if (p->kind == TE_F16 && p->type == GGML_F16) {
+                for (int i = 0; i < count; i++)
+                    memcpy(out + 2 * (place + (size_t)i * TE_FLOAT_ROWS), row + 2 * (size_t)(first + i), 2);
+                continue;
+            }
+            plain_group(p->type, row, first / TE_GROUP, p->columns, values);
+            for (int i = 0; i < count; i++) {
+                const size_t at = place + (size_t)i * TE_FLOAT_ROWS;
+                const uint16_t half = p->kind == TE_F16 ? te_float_to_half(values[i]) : 0;
+                if (p->kind == TE_F16)
+                    memcpy(out + 2 * at, &half, 2);
+                else
+                    memcpy(out + 4 * at, values + i, 4);
             }
         }
     }
@@ -304,8 +365,8 @@ TE_API size_t te_packed_bytes(int32_t kind, int32_t rows, int32_t columns)
     return (size_t)((rows + per_strip - 1) / per_strip) * te_tile_strip_bytes(kind, columns);
 }
 
-/* Quantized types go to the kind that holds them (Q4: INT4, Q8_0, Q5_0, Q6_K: INT8, Q5_1, Q5_K: INT8_AFFINE), plain
- * ones to INT4, INT8, F16 or F32. `pool` may be null. */
+/* Quantized types go to the kind that holds them (Q4: INT4; Q8_0, Q5_0, Q6_K: INT8; Q5_1, Q5_K, TE_Q8_1:
+ * INT8_AFFINE), plain ones to INT4, INT8, F16 or F32. `pool` may be null. */
 TE_API void te_pack(TePool *pool, int32_t type, const uint8_t *raw, int64_t row_bytes, int32_t rows, int32_t columns,
                     int32_t kind, uint8_t *out)
 {
