@@ -192,12 +192,15 @@ class Grammar:
         num_free = 0
         if self._reasoning is not None:
             num_free = self._reasoning.num_until_end(drafts) or 0
-            rows[:num_free] = 0xFFFFFFFF
-            rows[:num_free, -1] = everything
+            _allow_all(rows[:num_free], everything)
         num_consumed = 0
         forced = self._all_forced() if drafts and not num_free else []
         for position in range(num_free, len(rows)):
             row = rows[position]
+            if num_consumed and matcher.is_stopped():
+                # The drafts complete the answer. `accept` drops what follows, and other rules may forbid an end here.
+                _allow_all(rows[position:], everything)
+                break
             if position < min(len(forced), len(drafts)) and list(drafts[: position + 1]) == forced[: position + 1]:
                 row[:] = 0
                 row[forced[position] >> 5] = 1 << (forced[position] & 31)
@@ -228,6 +231,11 @@ class Grammar:
         if not row.any():
             # It can only end, which the matcher did not know at the last token. `accept` drops the token.
             row[:] = before
+
+
+def _allow_all(rows: NDArray[np.uint32], last_word: int) -> None:
+    rows[:] = 0xFFFFFFFF
+    rows[:, -1] = last_word
 
 
 class StructuredOutputs:

@@ -204,6 +204,8 @@ def test_drafts_have_a_row_each_and_move_nothing(structured: Structured) -> None
     assert ahead.num_allowed(text) == len(text)
     rows = structured.allowed(ahead, text)
     assert structured.allowed(ahead, text) == rows
+    # Behind the end nothing counts, so nothing is forbidden there either.
+    assert len(rows[-1]) == structured.tokenizer.vocab_size
     for token_id, row in zip(text, rows, strict=False):
         assert structured.allowed(behind) == [row]
         assert token_id in row
@@ -233,6 +235,7 @@ def test_forced_tokens_are_the_only_ones_that_masks_allow(structured: Structured
     grammar = structured.ready(json={"const": {"hello": ["world", 1]}}, whitespace_pattern="")
     forced = grammar.forced_tokens(100)
     assert structured.tokenizer.decode(forced).startswith('{"hello":["world')
+    assert not grammar.is_complete
     assert grammar.forced_tokens(2) == forced[:2]
     assert grammar.forced_tokens(0) == []
     rows = structured.allowed(grammar, forced)
@@ -240,7 +243,7 @@ def test_forced_tokens_are_the_only_ones_that_masks_allow(structured: Structured
     for token_id in forced:
         assert structured.allowed(grammar) == [{token_id}]
         grammar.accept([token_id])
-    assert structured.allowed(grammar) == rows[-1:]
+    assert bool(grammar.is_complete) == (len(rows[-1]) == structured.tokenizer.vocab_size)
 
 
 def test_the_end_of_the_form_is_the_end_of_the_answer(structured: Structured) -> None:

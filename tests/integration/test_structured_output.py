@@ -1,0 +1,175 @@
+"""Structured outputs of the bundled model, through `GenerateRequest`: forms are kept, and nobody else is harmed."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import jsonschema_rs
+import pytest
+import trio
+
+pytest.importorskip("torch")
+
+from trioengine.client import open_engine
+from trioengine.client.llm import LLM
+from trioengine.config.engine import EngineConfig, ReasoningParser, SpeculationConfig, SpeculationMethod
+from trioengine.errors import RequestError
+from trioengine.types.output import CompletionOutput, FinishReason
+from trioengine.types.params import SamplingParams
+from trioengine.types.request import GenerateRequest
+from trioengine.types.structured import StructuredOutputsParams
+
+PROMPT = "A person, as JSON:\n"
+PERSON: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z ]{1,20}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["friend", "colleague"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=100)
+WILD = SamplingParams(temperature=1.5, max_tokens=100)
+
+
+def bound(sampling: SamplingParams, **form: Any) -> SamplingParams:
+    return attrs.evolve(sampling, structured_outputs=StructuredOutputsParams(**form))
+
+
+def is_person(output: CompletionOutput) -> bool:
+    return output.finish_reason is FinishReason.STOP and jsonschema_rs.is_valid(dict(PERSON), json.loads(output.text))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_model_len=512) as llm:
+        yield llm
+
+
+def generate(llm: LLM, *samplings: SamplingParams, prompt: str = PROMPT) -> list[CompletionOutput]:
+    return [output.outputs[0] for output in llm.generate([prompt] * len(samplings), list(samplings))]
+
+
+def test_answers_have_the_form_whatever_the_temperature(llm: LLM) -> None:
+    samplings = [bound(attrs.evolve(WILD, seed=seed), json=PERSON) for seed in range(3)]
+    assert all(map(is_person, generate(llm, bound(GREEDY, json=PERSON), *samplings)))
+
+
+def test_neighbours_get_the_same_tokens_as_alone(llm: LLM) -> None:
+    """Bound and free requests in one step, alone and together."""
+    samplings = [
+        attrs.evolve(WILD, seed=1, max_tokens=16),
+        bound(attrs.evolve(WILD, seed=2), json=PERSON),
+        attrs.evolve(GREEDY, max_tokens=16),
+        bound(attrs.evolve(WILD, seed=3), regex="[a-z ]{10,20}"),
+    ]
+    alone = [generate(llm, sampling)[0].token_ids for sampling in samplings]
+    assert [output.token_ids for output in generate(llm, *samplings)] == alone
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "[0-9]{4}-[0-9]{2}"}, r"\d{4}-\d{2}"),
+        ({"choice": ("positive", "negative")}, "positive|negative"),
+        ({"grammar": 'start: "<" /[a-z]{1,5}/ ">"'}, "<[a-z]{1,5}>"),
+        ({"grammar": 'root ::= "a" [0-9] end\nend ::= "b" | "c"'}, r"a\d[bc]"),
+    ],
+)
+@pytest.mark.parametrize("rules", [{}, {"ignore_eos": True}, {"min_tokens": 40}])
+def test_the_end_of_the_form_ends_the_answer(llm: LLM, form: Any, pattern: str, rules: Any) -> None:
+    (output,) = generate(llm, attrs.evolve(bound(WILD, **form), seed=5, **rules))
+    assert re.fullmatch(pattern, output.text)
+    assert output.finish_reason is FinishReason.STOP
+    assert output.stop_reason is None
+
+
+def test_json_objects_end_with_their_root_and_white_space_is_bounded(llm: LLM) -> None:
+    form = {"json_object": True}
+    samplings = [bound(attrs.evolve(WILD, seed=seed, max_tokens=40), **form) for seed in range(3)]
+    outputs = generate(llm, bound(GREEDY, **form), *samplings)
+    assert isinstance(json.loads(outputs[0].text), dict)
+    for output in outputs:
+        without_strings = re.sub(r'"(?:[^"\\]|\\.)*"?', "string", output.text)
+        assert not re.search(r"[ \t\n\r]{23}", without_strings)
+        assert output.text.startswith("{")
+
+
+def test_tags_bind_only_what_is_in_them(llm: LLM) -> None:
+    """A word that the model is sure to write is the trigger."""
+    structure = {"begin": " the answer ", "schema": PERSON, "end": "."}
+    tag = {"structures": [structure], "triggers": [" the"]}
+    prompt = "The sun is a star. It gives light to"
+    (output,) = generate(llm, bound(attrs.evolve(GREEDY, max_tokens=150), structural_tag=tag), prompt=prompt)
+    before, _, tagged = output.text.partition(" the")
+    assert before == generate(llm, GREEDY, prompt=prompt)[0].text.partition(" the")[0]
+    assert tagged.startswith(" answer {")
+    content, _ = json.JSONDecoder().raw_decode(tagged.removeprefix(" answer "))
+    assert jsonschema_rs.is_valid(dict(PERSON), content)
+
+
+def test_log_probabilities_of_bound_answers_are_finite(llm: LLM) -> None:
+    (output,) = generate(llm, attrs.evolve(bound(GREEDY, json=PERSON), logprobs=20))
+    assert is_person(output)
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids)
+    values = [entry.logprob for place in output.logprobs for entry in (place.chosen, *place.top)]
+    assert len(values) == 21 * len(output.token_ids)
+    assert all(-10_000 < value <= 1e-3 for value in values)
+
+
+def test_speculation_changes_no_token(llm: LLM) -> None:
+    samplings = [bound(attrs.evolve(WILD, seed=seed), json=PERSON) for seed in range(2)]
+    samplings += [bound(GREEDY, json=PERSON), bound(GREEDY, json_object=True)]
+    expected = [output.token_ids for output in generate(llm, *samplings)]
+    ngram = SpeculationConfig(method=SpeculationMethod.NGRAM, num_speculative_tokens=4, prompt_lookup_min=1)
+    with LLM(max_model_len=512, speculative_config=ngram) as speculating:
+        assert [output.token_ids for output in generate(speculating, *samplings)] == expected
+
+
+def test_reasoning_is_free(llm: LLM) -> None:
+    """The bundled model does not reason, and so finds no end of it."""
+    sampling = bound(attrs.evolve(GREEDY, max_tokens=12), choice=("yes", "no"))
+    thinking, over = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    with LLM(max_model_len=512, reasoning_parser=ReasoningParser.QWEN3) as reasoning:
+        outputs = reasoning.generate([thinking, over], [sampling] * 2)
+    (free,) = generate(llm, attrs.evolve(sampling, structured_outputs=None), prompt=thinking)
+    assert outputs[0].outputs[0].token_ids == free.token_ids
+    assert outputs[1].outputs[0].text in ("yes", "no")
+
+
+async def test_a_form_that_cannot_be_kept_fails_alone() -> None:
+    """After a good one, beside a good one, and before one: the engine and the others go on."""
+    bad = {
+        "structured_outputs.regex": {"regex": "("},
+        "structured_outputs.json": {"json": {"properties": {"a": {"pattern": "(?=x)y"}}}},
+        "structured_outputs.grammar": {"grammar": "start: nothing"},
+    }
+    texts: list[str] = []
+    errors: dict[str | None, str] = {}
+
+    async def ask(sampling: SamplingParams) -> None:
+        try:
+            async with engine.generate(GenerateRequest(PROMPT, sampling)) as outputs:
+                async for output in outputs:
+                    if output.finished:
+                        texts.append(output.outputs[0].text)
+        except RequestError as error:
+            errors[error.param] = error.message
+
+    with trio.fail_after(120):
+        async with open_engine(EngineConfig(max_model_len=512)) as engine:
+            await ask(bound(GREEDY, regex="[0-9]{4}"))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, bound(GREEDY, regex="[0-9]{5}"))
+                for form in bad.values():
+                    nursery.start_soon(ask, bound(GREEDY, **form))
+                nursery.start_soon(ask, bound(GREEDY, json={"not": {}}))
+            await ask(bound(GREEDY, regex="[0-9]{6}"))
+    assert sorted(map(len, texts)) == [4, 5, 6]
+    assert set(errors) == set(bad)
+    assert any("/properties/a/pattern: " in message or "/not: " in message for message in errors.values())
