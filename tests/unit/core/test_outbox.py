@@ -1,5 +1,6 @@
 """Output waits in columns and leaves as one message."""
 
+from trioengine.core.executor import TokenLogprobs
 from trioengine.core.outbox import Outbox
 from trioengine.types.messages import Finished, StepOutput, unpack_int32
 from trioengine.types.output import FinishReason
@@ -54,3 +55,35 @@ def test_messages_are_numbered_and_taken_once() -> None:
     assert not outbox.is_empty
     output = take(outbox)
     assert (output.sequence, output.slots, output.finished) == (1, b"", (Finished(1, FinishReason.ABORT),))
+
+
+def test_log_probabilities_wait_in_columns() -> None:
+    """An entry for each token; those of a prompt on their own, also without a row."""
+    outbox = Outbox()
+    outbox.add_prompt_logprobs(2, [TokenLogprobs([5], [-1.0], 3)])
+    assert not outbox.is_empty
+    output = take(outbox)
+    assert (output.slots, output.logprobs) == (b"", None)
+    assert output.prompt_logprobs is not None
+    assert list(unpack_int32(output.prompt_logprobs.slots)) == [2]
+    put(outbox, (2, 7), (4, 9))
+    outbox.add_logprobs(2, [TokenLogprobs([7, 7], [-0.5, -0.5], 1)])
+    outbox.add_logprobs(4, [TokenLogprobs([9], [-2.0], 8)])
+    output = take(outbox)
+    assert output.prompt_logprobs is None
+    assert output.logprobs is not None
+    columns = (output.logprobs.slots, output.logprobs.counts, output.logprobs.ranks, output.logprobs.token_ids)
+    assert [list(unpack_int32(column)) for column in columns] == [[2, 4], [2, 1], [1, 8], [7, 7, 9]]
+    assert list(memoryview(output.logprobs.logprobs).cast("f")) == [-0.5, -0.5, -2.0]
+    put(outbox, (2, 8))
+    assert take(outbox).logprobs is None
+
+
+def test_cached_tokens_come_with_a_row_and_make_no_message() -> None:
+    outbox = Outbox()
+    outbox.add_cached_tokens(3, 16)
+    assert outbox.is_empty
+    put(outbox, (3, 7))
+    assert list(unpack_int32(take(outbox).cached_tokens)) == [3, 16]
+    put(outbox, (3, 8))
+    assert take(outbox).cached_tokens == b""
