@@ -29,7 +29,9 @@ MODELS_FOLDER = "models"
 POLL_INTERVAL_S = 0.2
 CHUNK_BYTES = 1 << 20
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+"""A folder with one of these has a tokenizer, or what transformers makes one of."""
 
 
 class ModelKind(Enum):
@@ -264,15 +266,15 @@ def _locate_file(path: Path) -> ModelLocation:
 
 
 def _locate_folder(path: Path) -> ModelLocation:
-    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    missing = ["config.json"] if not (path / "config.json").is_file() else []
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        missing.append("tokenizer.json")
     if not any(path.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
         hint = ""
         if gguf_files := sorted(path.glob("*.gguf")):
             hint = f" It holds {gguf_files[0].name}: give that file's path as MODEL."
-        elif (path / "tokenizer.model").is_file() and missing == ["tokenizer.json"]:
-            hint = " Convert its tokenizer.model with transformers (AutoTokenizer, save_pretrained)."
         raise CheckpointError(f"The folder {path} is no model: it has no {', '.join(missing)}.{hint}", path=str(path))
     path = path.absolute()
     return ModelLocation(ModelKind.FOLDER, path, path.name or "model")

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import models
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.config import env
 from trioengine.errors import CheckpointError, RequestError
 from trioengine.tokenizer.from_folder import read_folder_tokenizer
 from trioengine.tokenizer.from_gguf import read_gguf_tokenizer
@@ -29,7 +30,9 @@ interpreter for a tenth of it. It also starts the library's own worker threads, 
 
 
 def load_tokenizer(location: ModelLocation) -> "Tokenizer":
-    """Return the tokenizer of a model, from its GGUF metadata or its tokenizer.json.
+    """Return the tokenizer of a model, from its GGUF metadata or the files in its folder.
+
+    One that only transformers can build is converted by a process of its own, which takes seconds the first time.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the tokenizer is of a kind that is not supported.
@@ -38,7 +41,7 @@ def load_tokenizer(location: ModelLocation) -> "Tokenizer":
         case ModelKind.GGUF:
             parts = read_gguf_tokenizer(location.path)
         case ModelKind.FOLDER:
-            parts = read_folder_tokenizer(location.path)
+            parts = read_folder_tokenizer(location.path, env.cache_dir())
     try:
         return Tokenizer(parts.backend, parts.facts)
     except CheckpointError as error:
@@ -61,7 +64,7 @@ class Tokenizer:
         self.drops_leading_space = token_bytes.drops_leading_space
         """Whether a space at the very start of a text is an artefact of SentencePiece and not shown."""
         added = cast(dict[int, Any], backend.get_added_tokens_decoder())
-        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if _is_control(token))
         """Control tokens: user text never becomes one of them."""
         self._guard = _Guard(backend, added)
 
@@ -192,14 +195,14 @@ class _Guard:
         self._guard_format = f"\ufdd0{nonce}.{{}}\ufdd1"
         self._stand_in_start = f"\ufdd2{nonce}."
         self._stand_in_pattern = re.compile(re.escape(self._stand_in_start) + "([0-9]+)\ufdd3")
-        specials = {token_id: str(token.content) for token_id, token in added.items() if token.special}
+        specials = {token_id: str(token.content) for token_id, token in added.items() if _is_control(token)}
         self._content_by_id = specials
         self._id_by_content = {content: token_id for token_id, content in specials.items()}
         longest_first = sorted(self._id_by_content, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         # A normalizer could turn other text into such a token's, so only the guarded tokenizer is safe there.
         self._is_always_needed = backend.normalizer is not None and any(
-            token.special and token.normalized for token in added.values()
+            _is_control(token) and token.normalized for token in added.values()
         )
         self._backend, self._original_ids = self._build(backend, added)
         # Those of the model's own words, less what stands for unknown text and what is put around every text.
@@ -214,7 +217,7 @@ class _Guard:
         names = {
             str(token.content): self._guard_format.format(token_id)
             for token_id, token in added.items()
-            if token.special
+            if _is_control(token)
         }
         guarded = tokenizers.Tokenizer(_model_with_renamed_tokens(backend, names))
         if backend.normalizer is not None:
@@ -278,6 +281,11 @@ class _Guard:
 
     def _stand_in(self, match: re.Match[str]) -> str:
         return f"{self._stand_in_start}{self._id_by_content[match[0]]}\ufdd3"
+
+
+def _is_control(token: Any) -> bool:
+    """Models name a character such as "!" as the token that fills up batches; it stays a character."""
+    return token.special and len(token.content) > 1
 
 
 def _model_with_renamed_tokens(backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> models.Model:

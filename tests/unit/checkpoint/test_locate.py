@@ -245,7 +245,7 @@ def test_a_hub_id_is_fetched_and_served_under_its_name(tmp_path: Path, monkeypat
     fake_hub(monkeypatch, download)
     location = resolve_model("org/name-1.5", cache_dir=tmp_path)
     assert (location.kind, location.path, location.served_name) == (ModelKind.FOLDER, folder, "org/name-1.5")
-    assert asked == [("org/name-1.5", ["*.safetensors", "*.json", "*.jinja"])]
+    assert asked == [("org/name-1.5", ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"])]
 
 
 def test_a_hub_model_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
