@@ -137,20 +137,25 @@ class Grammar:
 
     def _consume(self, token_id: int) -> None:
         assert self._matcher is not None
-        if self._matcher.try_consume_tokens([token_id]) == 1:
+        if self._matcher.consume_token(token_id):
             self.is_complete = self._matcher.is_stopped()
         else:
-            # Masks forbid it: other rules of the request have left nothing that they allow.
-            self.error = EngineGenerateError(f"Token {token_id} does not fit the form that {PARAM} asks for.")
+            # Masks forbid what does not fit, so a limit was passed, or other rules of the request left nothing else.
+            self.error = EngineGenerateError(
+                f"Token {token_id} does not fit the form that {PARAM} asks for: {self._words()}."
+            )
         self._check_limits()
 
     def _check_limits(self) -> None:
         assert self._matcher is not None
         if self.error is None and self._matcher.is_error():
             self.is_complete = False
-            self.error = EngineGenerateError(
-                f"The grammar of {PARAM} became too complex: {self._matcher.get_error().splitlines()[0][:200]}."
-            )
+            self.error = EngineGenerateError(f"The grammar of {PARAM} became too complex: {self._words()}.")
+
+    def _words(self) -> str:
+        """The compiler's words for what went wrong."""
+        assert self._matcher is not None
+        return next(iter(self._matcher.get_error().splitlines()), "")[:200].rstrip(".")
 
     def _all_forced(self) -> list[int]:
         assert self._matcher is not None

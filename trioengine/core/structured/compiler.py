@@ -1,6 +1,6 @@
 """Compiles grammars in threads, so that the core's loop goes on: each compilation has a time limit of its own.
 
-It does not know what a grammar is; that is the given function's.
+It does not know how that is done; that is the given function's.
 """
 
 import logging
@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import attrs
 
 from trioengine.errors import RequestError, TrioEngineError, UnavailableError
+from trioengine.types.structured import PARAM
 
 NUM_THREADS = 2
 MAX_NUM_STUCK = 4
@@ -157,7 +158,9 @@ class CompilerThreads(Generic[KeyT, CompiledT]):
         with self._changed:
             if job.compiled is not None or job.error is not None or self._is_closed:
                 return
-            job.error = RequestError(f"The grammar took more than {self._time_limit_s:g} s to compile.")
+            job.error = RequestError(
+                f"The grammar of {PARAM} took more than {self._time_limit_s:g} s to compile.", param=PARAM
+            )
             self._ended.append(job)
             self._num_stuck += 1
             self._num_threads -= 1
@@ -170,4 +173,4 @@ def _as_engine_error(error: BaseException) -> TrioEngineError:
         return error
     logger.debug("A grammar did not compile.", exc_info=error)
     words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
-    return RequestError(f"The grammar cannot be compiled: {words}.")
+    return RequestError(f"The grammar of {PARAM} cannot be compiled: {words}.", param=PARAM)

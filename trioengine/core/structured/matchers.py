@@ -6,6 +6,7 @@ A matcher knows, for one sequence, which tokens may come next. Everything here m
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NoReturn
 
 import llguidance
@@ -69,7 +70,10 @@ class MatcherCompiler:
         if params.regex is not None:
             return self._checked(llguidance.LLMatcher.grammar_from_regex(params.regex), "regex")
         if params.choice is not None:
-            return self._checked(_lark("start: " + " | ".join(map(_literal, params.choice))), "choice")
+            # As a grammar's alternatives, thousands would be over the parser's limits.
+            return self._checked(
+                llguidance.LLMatcher.grammar_from_regex("|".join(map(_escaped, params.choice))), "choice"
+            )
         return self._checked(_lark(_user_grammar(params.grammar or "")), "grammar")
 
     def _compile_json(self, content: object, field: str, whitespace: str | None) -> llguidance.LLMatcher:
@@ -121,13 +125,13 @@ class MatcherCompiler:
             self._refuse("structural_tag", f"{text[:40]!r} has a token that ends the answer")
         return " ".join(f"<[{tokens[piece]}]>" if piece in tokens else _literal(piece) for piece in pieces)
 
-    @property
+    @cached_property
     def _special_tokens(self) -> dict[str, int]:
         tokenizer = self._tokenizer
         texts = {token_id: tokenizer.token_bytes(token_id) for token_id in tokenizer.special_token_ids}
         return {data.decode(errors="replace"): token_id for token_id, data in texts.items() if data}
 
-    @property
+    @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self._special_tokens, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
@@ -169,15 +173,16 @@ class MatcherCompiler:
             matcher.compute_bitmask()
         if matcher.is_error():
             return matcher, _words(matcher.get_error())
-        if not may_be_empty and self._only_ends(matcher):
-            return matcher, "only an empty answer satisfies it"
-        return matcher, None
-
-    def _only_ends(self, matcher: llguidance.LLMatcher) -> bool:
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         for token_id in self.end_token_ids:
             allowed &= ~(1 << token_id)
-        return allowed == 0
+        if not allowed:
+            return matcher, None if may_be_empty else "only an empty answer satisfies it"
+        # Some limits are first met by a token: of the mask's, the one with the lowest id.
+        probe = matcher.deep_copy()
+        if not probe.consume_token((allowed & -allowed).bit_length() - 1):
+            return matcher, _words(probe.get_error())
+        return matcher, None
 
     def _refuse(self, field: str, words: str) -> NoReturn:
         raise RequestError(f"{PARAM}.{field}: {words}.", param=f"{PARAM}.{field}")
@@ -234,6 +239,13 @@ def _user_grammar(grammar: str) -> str:
             f"{PARAM}.grammar is neither Lark (a rule `start: ...`) nor EBNF (a rule `root ::= ...`): {words}.",
             param=f"{PARAM}.grammar",
         ) from None
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches this text."""
+    return "".join(
+        character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}" for character in text
+    )
 
 
 def _literal(text: str) -> str:

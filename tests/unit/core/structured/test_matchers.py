@@ -123,6 +123,7 @@ def test_hostile_schemas_are_refused_in_time(schema: Any, compiler: MatcherCompi
         ({"regex": r"[^\s\S]"}, "regex: no text satisfies it"),
         ({"grammar": "start: missing"}, "grammar: unknown name"),
         ({"grammar": 'start: a\na: a "x"'}, "grammar: no text satisfies it"),
+        ({"grammar": "start: " + "|".join(f'"a{i}"' for i in range(4000))}, "grammar: .*items"),
         ({"grammar": "hello"}, "grammar is neither Lark"),
         ({"grammar": 'root ::= "a" ???'}, "grammar is neither Lark"),
         ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "grammar is neither Lark .*deep"),
