@@ -163,12 +163,6 @@ class Acceptance:
         self.num_tried = kept * self.num_tried + 1
         self.num_accepted = kept * self.num_accepted + is_accepted
 
-    def forget(self) -> None:
-        """Trust this a little less, as it was not tried now."""
-        kept = 1 - 1 / (4 * self.memory_drafts)
-        self.num_tried *= kept
-        self.num_accepted *= kept
-
     def probability(self, expected: float) -> float:
         """That the next draft is accepted. What is expected without evidence weighs as much as one draft."""
         return (self.num_accepted + expected) / (self.num_tried + 1)
@@ -275,11 +269,9 @@ class Speculator:
         limit = self._config.num_speculative_tokens
         probability = self._probability(state)
         num_drafts = self._num_worth_drafting(step.num_sampled, probability, limit)
-        if not num_drafts:
-            state.acceptance.forget()
-            if self._is_probe_due:
-                num_drafts = limit
-                self._steps_to_probe = PROBE_INTERVAL_STEPS
+        if not num_drafts and self._is_probe_due:
+            num_drafts = limit
+            self._steps_to_probe = PROBE_INTERVAL_STEPS
         step.num_rounds = max(step.num_rounds, num_drafts)
         return num_drafts
 

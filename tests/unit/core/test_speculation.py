@@ -189,10 +189,10 @@ def test_wrong_drafts_are_left_out_even_where_they_cost_little() -> None:
 def test_drafts_come_back_when_they_are_right_again() -> None:
     """Drafts that were not verified are compared with what came, so it takes some tokens only, no probe."""
     simulation = Simulation(1, lambda num_tokens: 1.0 + 0.2 * num_tokens, 0.0)
-    simulation.run(100)
+    simulation.run(2 * PROBE_INTERVAL_STEPS + 1)
     simulation.acceptance = 1.0
-    simulation.run(30)
-    assert simulation.run(30).num_tokens > 90
+    simulation.run(PROBE_INTERVAL_STEPS // 3)
+    assert simulation.run(PROBE_INTERVAL_STEPS // 3).num_tokens > 2.5 * (PROBE_INTERVAL_STEPS // 3)
 
 
 def test_drafts_come_back_when_they_cost_less() -> None:
@@ -249,6 +249,13 @@ def test_a_draft_model_drafts_where_it_pays() -> None:
     simulation = draft_model(4, bound_by_weights, 0.9, 0.1)
     simulation.run(50)
     assert simulation.run(200).tokens_per_second > 1.5 * 4 / bound_by_weights(4)
+
+
+def test_the_time_of_drafting_is_no_part_of_a_steps_cost() -> None:
+    """It is paid once, for the next step."""
+    simulation = draft_model(1, bound_by_weights, 0.9, 0.5)
+    simulation.run(50)
+    assert simulation.run(200).tokens_per_second > 1.2 / bound_by_weights(1)
 
 
 @pytest.mark.parametrize(("round_cost", "acceptance"), [(2.0, 0.9), (0.3, 0.05)])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -13,14 +14,14 @@ from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import EngineConfig  # noqa: E402
-from trioengine.core.executor import NO_TOKEN, NewSequence, ScheduledSequence, StepPlan  # noqa: E402
+from trioengine.core.executor import NO_TOKEN, NewSequence, ScheduledSequence, StepPlan, TokenMasks  # noqa: E402
 from trioengine.errors import ConfigError  # noqa: E402
 from trioengine.models.loader import LoadedModel  # noqa: E402
 from trioengine.models.torch_ops import TorchModel  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
-from trioengine.testing.tiny_model import native_copy, tiny_model, write_gguf  # noqa: E402
+from trioengine.testing.tiny_model import native_copy, random_model, tiny_model, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
-from trioengine.worker.backend import Backend  # noqa: E402
+from trioengine.worker.backend import Backend, StepBatch  # noqa: E402
 from trioengine.worker.draft import CATCH_UP_TOKENS, DraftModel  # noqa: E402
 from trioengine.worker.executor import LocalExecutor  # noqa: E402
 from trioengine.worker.loading import Computer, open_draft_checkpoint  # noqa: E402
@@ -39,7 +40,9 @@ RULED = SamplingParams(temperature=0.8, repetition_penalty=1.3, presence_penalty
 
 
 def torch_backend(model: TorchModel) -> Backend:
-    return TorchBackend(model, reload=lambda: model, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
+    return TorchBackend(
+        model, reload=lambda: model, num_blocks=[NUM_BLOCKS] * len(model.config.kv_groups), block_size=BLOCK_SIZE
+    )
 
 
 def native_backend(model: TorchModel) -> Backend:
@@ -49,7 +52,7 @@ def native_backend(model: TorchModel) -> Backend:
         library,
         ThreadPool(library, 1),
         reload=lambda: native_copy(model),
-        num_blocks=[NUM_BLOCKS],
+        num_blocks=[NUM_BLOCKS] * len(model.config.kv_groups),
         block_size=BLOCK_SIZE,
         max_tokens=256,
         max_logit_rows=64,
@@ -85,6 +88,21 @@ class Known:
         return self.token_ids[self.num_prompt_tokens :]
 
 
+class CountingBackend:
+    """Another backend, and how many tokens it computed."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.num_tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def compute(self, batch: StepBatch) -> None:
+        self.num_tokens += len(batch.token_ids)
+        self._backend.compute(batch)
+
+
 class Session:
     """Schedules every sequence in every step, verifies all drafts, and counts."""
 
@@ -93,8 +111,12 @@ class Session:
     ) -> None:
         target, draft_model = _make[-1](MODEL), None
         if draft is not None:
+            self.draft_backend = CountingBackend(_make[-1](draft))
             draft_model = DraftModel(
-                _make[-1](draft), target.kv_cache_groups, max_tokens=max_tokens, max_model_len=max_model_len
+                cast(Backend, self.draft_backend),
+                target.kv_cache_groups,
+                max_tokens=max_tokens,
+                max_model_len=max_model_len,
             )
         self.runner = ModelRunner(target, draft_model=draft_model)
         self.sequences: dict[int, Known] = {}
@@ -117,7 +139,12 @@ class Session:
         for _ in range(num_steps):
             self.step()
 
-    def step(self, change_drafts: Callable[[Sequence[int]], Sequence[int]] = lambda drafts: drafts) -> None:
+    def step(
+        self,
+        change_drafts: Callable[[Sequence[int]], Sequence[int]] = lambda drafts: drafts,
+        only_token: int | None = None,
+    ) -> None:
+        """Compute a step, with other drafts or a grammar that leaves the first sequence one token."""
         scheduled: list[ScheduledSequence] = []
         for sequence_id, known in self.sequences.items():
             num_tokens = len(known.token_ids) - known.num_computed
@@ -132,7 +159,13 @@ class Session:
                 ScheduledSequence(sequence_id, known.num_computed, num_tokens, new_blocks, drafts, num_wanted)
             )
         new = [known.new for known in self.sequences.values() if known.new is not None]
-        result = self.runner.run(StepPlan(0, scheduled, new, self.removed))
+        masks = None
+        if only_token is not None:
+            bits = np.full((1 + len(scheduled[0].draft_token_ids), -(-MODEL.config.vocab_size // 32)), -1, np.int32)
+            bits[0] = 0
+            bits[0, only_token // 32] = np.uint32(1 << only_token % 32).astype(np.int32)
+            masks = TokenMasks({0: 0}, bits)
+        result = self.runner.run(StepPlan(0, scheduled, new, self.removed, masks))
         self.removed = []
         self.failures |= {failure.sequence_id: failure.message for failure in result.failures}
         for index, work in enumerate(scheduled):
@@ -235,6 +268,60 @@ def test_drafts_that_were_not_used_leave_no_trace(change: Callable[[Sequence[int
         session.step()
         assert session.num_verified - before[0] == session.num_accepted - before[1] == NUM_DRAFTS
     assert known.answer == without_drafts(prompt_of(9), len(known.answer), RANDOM)
+
+
+def test_drafts_that_turned_out_wrong_leave_no_trace() -> None:
+    """A grammar that the draft model does not know allows another token: it goes on from that one."""
+    session = Session()
+    known = session.add(0, prompt_of(9), GREEDY)
+    session.run(3)
+    other = (known.drafts[0] + 1) % MODEL.config.vocab_size
+    before = session.num_accepted
+    session.step(only_token=other)
+    assert known.token_ids[-1] == other
+    assert session.num_accepted == before
+    session.run(3)
+    assert session.num_accepted == before + 3 * NUM_DRAFTS
+
+
+def test_accepted_drafts_are_not_computed_again() -> None:
+    """A step with all drafts accepted costs the draft model a token for each new one."""
+    session = Session()
+    session.add(0, prompt_of(9), GREEDY)
+    session.run(3)
+    before = session.draft_backend.num_tokens
+    session.run(4)
+    assert session.draft_backend.num_tokens == before + 4 * (NUM_DRAFTS + 1)
+
+
+def test_a_pause_is_made_up_for_in_parts() -> None:
+    """The first drafts after a long pause do not wait for all of it."""
+    session = Session()
+    session.add(0, prompt_of(9), GREEDY)
+    session.num_wanted = 0
+    session.run(3 * CATCH_UP_TOKENS + 2)
+    before = session.draft_backend.num_tokens
+    session.num_wanted = NUM_DRAFTS
+    session.run(1)
+    assert session.draft_backend.num_tokens <= before + CATCH_UP_TOKENS + NUM_DRAFTS
+
+
+def test_blocks_behind_a_window_are_not_used() -> None:
+    """Where a target has windows in some layers, its draft model uses the blocks of the others."""
+    windowed = random_model(attrs.evolve(MODEL.config, layer_windows=(BLOCK_SIZE, None)))
+    target, draft = _make[-1](windowed), _make[-1](windowed)
+    runner = ModelRunner(
+        target, draft_model=DraftModel(draft, target.kv_cache_groups, max_tokens=64, max_model_len=512)
+    )
+    prompt = prompt_of(45)
+    first = NewSequence(0, prompt, 45, GREEDY, seed=0)
+    # Pairs of blocks: of the layer with a window, and of the other.
+    expected = runner.run(StepPlan(0, [ScheduledSequence(0, 0, 45, [0, 9, 1, 8, 2, 7], (), NUM_DRAFTS)], [first]))
+    second = NewSequence(1, prompt, 45, GREEDY, seed=0)
+    found = runner.run(StepPlan(1, [ScheduledSequence(1, 32, 13, [-1, 9, 1, 8, 3, 6], (), NUM_DRAFTS)], [second]))
+    assert found.tokens == expected.tokens
+    assert len(found.drafts[0]) == NUM_DRAFTS
+    assert found.drafts == expected.drafts
 
 
 def test_a_sequence_may_begin_in_blocks_of_another() -> None:
