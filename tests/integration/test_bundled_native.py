@@ -11,7 +11,8 @@ from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 from trioengine.checkpoint.locate import resolve_model  # noqa: E402
 from trioengine.client.llm import LLM  # noqa: E402
 from trioengine.config import env  # noqa: E402
-from trioengine.core.scheduler import Scheduler  # noqa: E402
+from trioengine.core.request import Request  # noqa: E402
+from trioengine.core.request_table import RequestTable  # noqa: E402
 from trioengine.models.loader import open_checkpoint  # noqa: E402
 from trioengine.models.native_ops import load_native_model  # noqa: E402
 from trioengine.models.torch_ops import load_torch_model  # noqa: E402
@@ -98,8 +99,13 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(
 ) -> None:
     """Computed again, in other steps: its keys and values are bit for bit those that it lost."""
     preempted: list[object] = []
-    preempt = Scheduler._preempt
-    monkeypatch.setattr(Scheduler, "_preempt", lambda self, victim: (preempted.append(victim), preempt(self, victim)))
+    preempt = RequestTable.preempt
+
+    def note_and_preempt(table: RequestTable, victim: Request) -> None:
+        preempted.append(victim)
+        preempt(table, victim)
+
+    monkeypatch.setattr(RequestTable, "preempt", note_and_preempt)
     bytes_per_block = 16 * 2 * 30 * 3 * 64 * 2
     found = generate(PROMPTS, [RULES[i % 3] for i in range(len(PROMPTS))], kv_cache_memory_bytes=16 * bytes_per_block)
     assert preempted

@@ -15,7 +15,18 @@ from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan
 from trioengine.core.request import Request
 from trioengine.testing.core_driver import Answer, CoreDriver, make_core_request
 from trioengine.testing.fake_executor import generate_alone, logprobs_alone
-from trioengine.types.messages import EngineCoreRequest, Finished, unpack_int32
+from trioengine.types.messages import (
+    Call,
+    EngineCoreRequest,
+    Finished,
+    PauseGeneration,
+    PauseMode,
+    ResetPrefixCache,
+    ResumeGeneration,
+    Sleep,
+    WakeUp,
+    unpack_int32,
+)
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
 
@@ -87,7 +98,8 @@ class CoreMachine(RuleBasedStateMachine):
             **limits,
         )
         self.loads_fail = False
-        self.is_disturbed = False  # Whether anything may have failed.
+        self.is_disturbed = False  # Whether anything may have failed, or was paused.
+        self.num_later_replies = 0
         self.sequences: dict[int, NewSequence] = {}
         self.driver = CoreDriver(
             self.config,
@@ -191,10 +203,38 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(client=CLIENTS)
     def drop_client(self, client: int) -> None:
         """A client vanishes; a new one may take its number."""
+        self.driver.take_all()
+        if client == 0:  # Nobody waits for its replies any more.
+            self.num_later_replies = len(self.driver.replies)
         self.driver.drop_client(client)
         for sent in self.sent:
             if sent.answer.client == client and not sent.answer.finished:
                 sent.is_dropped = True
+
+    @rule(mode=st.sampled_from(PauseMode), clear_cache=st.booleans())
+    def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Compute no more, sooner or later."""
+        self._begin(PauseGeneration(mode, clear_cache), mode)
+
+    @rule(level=st.integers(1, 2), mode=st.sampled_from(PauseMode))
+    def sleep(self, level: int, mode: PauseMode) -> None:
+        """Sleep, sooner or later."""
+        self._begin(Sleep(level, mode), mode)
+
+    @rule()
+    def resume(self) -> None:
+        """End a pause, if there is one."""
+        self.driver.call(ResumeGeneration())
+
+    @rule(tags=st.sampled_from([(), ("weights",), ("kv_cache",)]))
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Wake up what sleeps, if anything does."""
+        self.driver.call(WakeUp(tags))
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        """Forget prefixes, if nobody runs."""
+        assert self.driver.call(ResetPrefixCache()) == (self._load()[0] == 0)
 
     @rule(client=CLIENTS)
     def take(self, client: int) -> None:
@@ -213,6 +253,8 @@ class CoreMachine(RuleBasedStateMachine):
         """Everything comes to its end: every answer right, every block free, nothing known any more."""
         if not hasattr(self, "driver"):
             return
+        self.driver.call(WakeUp())
+        self.driver.call(ResumeGeneration())
         num_steps = 0
         while self.driver.core.has_work:
             self._step()
@@ -226,6 +268,16 @@ class CoreMachine(RuleBasedStateMachine):
         assert self._load() == (0, 0, self.driver.core.kv_cache.num_blocks)
         assert self.driver.executor.sequence_ids == set()
         assert list(self.driver.core.clients_with_output()) == []
+        assert all(reply.error is None for reply in self.driver.replies)
+        assert len(self.driver.replies) == self.num_later_replies
+
+    def _begin(self, call: Call[None], mode: PauseMode) -> None:
+        """Send an operation that may take its time."""
+        self.is_disturbed = True
+        if mode is PauseMode.ABORT:
+            for sent in self.sent:
+                sent.is_aborted |= not sent.answer.finished
+        self.num_later_replies += self.driver.begin_call(call) is None
 
     def _send(
         self,
@@ -253,8 +305,8 @@ class CoreMachine(RuleBasedStateMachine):
         return core.scheduler.num_running, core.scheduler.num_waiting, core.kv_cache.num_free_blocks
 
     def _unfinished(self) -> list[Request]:
-        scheduler = self.driver.core.scheduler
-        requests = [*scheduler._running, *scheduler._waiting]  # pyright: ignore[reportPrivateUsage]
+        table = self.driver.core.scheduler._table  # pyright: ignore[reportPrivateUsage]
+        requests = [*table.running, *table.waiting]
         return sorted(requests, key=lambda request: request.key)
 
     def _step(self) -> None:
@@ -328,7 +380,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert len(found) == len(expected) or (found is answer.prompt_logprobs and len(found) < len(expected))
             for one, other in zip(found, expected, strict=False):
                 assert (one.token_ids, one.rank) == (other.token_ids, other.rank)
-                assert one.logprobs == pytest.approx(other.logprobs)
+                assert list(one.logprobs) == pytest.approx(list(other.logprobs))
 
     def _is_refused(self, prompt: list[int], sampling: SamplingParams) -> bool:
         if not 0 < len(prompt) < self.config.max_model_len or not set(prompt) <= set(range(VOCAB_SIZE)):

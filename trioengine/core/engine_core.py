@@ -116,6 +116,7 @@ class EngineCore:
                 reply = run_call(self, client, message)
                 if isinstance(reply, Reply):
                     return reply
+                self._clients.setdefault(client, _Client())
                 self._deferred.append(reply)
                 self._settle_replies()
             case Stop():
@@ -173,6 +174,11 @@ class EngineCore:
         if state:
             for request in state.requests.values():
                 self._end(request)
+            # What it has asked for is done nevertheless, but whoever gets its number is not told.
+            self._deferred = [
+                attrs.evolve(deferred, client=None) if deferred.client == client else deferred
+                for deferred in self._deferred
+            ]
             self._settle_replies()
 
     def abort_all(self) -> None:
@@ -332,9 +338,8 @@ class EngineCore:
             reply = deferred.attempt()
             if reply is not None:
                 self._deferred.remove(deferred)
-                state = self._clients.get(deferred.client)
-                if state:
-                    state.replies.append(reply)
+                if deferred.client is not None:
+                    self._clients[deferred.client].replies.append(reply)
 
 
 def _end_held(request: Request, event: RequestEvent, finished: Finished) -> None:

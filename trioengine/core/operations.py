@@ -192,7 +192,8 @@ HANDLERS: Mapping[type[Call[Any]], Handler] = {
 class DeferredReply:
     """A reply that is not ready yet."""
 
-    client: int
+    client: int | None
+    """None when it is gone."""
     call_id: int
     call_class: type[Call[object]]
     later: Later

@@ -128,6 +128,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def is_special(self) -> bool:
+        """Whether results of its steps may be something else than one token each."""
+        return self.grammar is not None or self.has_prompt_logprobs
+
+    @property
     def has_prompt_logprobs(self) -> bool:
         """Whether the executor computes log probabilities of its prompt."""
         return self.sampling.prompt_logprobs is not None

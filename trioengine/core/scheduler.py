@@ -24,22 +24,21 @@ The scheduler does not know what tokens mean, where outputs go, or what a step c
 """
 
 import bisect
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from operator import attrgetter
 
 from trioengine.config.engine import SchedulingPolicy
 from trioengine.core.config import CoreConfig
 from trioengine.core.drafting import Drafting
-from trioengine.core.executor import NO_TOKEN, StepPlan, StepResult
+from trioengine.core.executor import StepPlan, StepResult
 from trioengine.core.kv_cache_manager import Admission, KVCacheManager
-from trioengine.core.request import Request, RequestEvent, RequestStatus
-from trioengine.core.request_queue import RequestQueue, insert_in_order
+from trioengine.core.request import Request, RequestEvent
+from trioengine.core.request_table import RequestTable
+from trioengine.core.results import ResultReader
 from trioengine.core.step import Step, StepOutcome
 from trioengine.core.structured_output import StructuredOutputs
-from trioengine.errors import EngineGenerateError, RequestError
-from trioengine.types.codec import error_to_data
+from trioengine.errors import RequestError
 from trioengine.types.messages import Finished
 from trioengine.types.output import FinishReason
 
@@ -59,59 +58,57 @@ class Scheduler:
     ) -> None:
         self.is_paused = False
         """Whether plans compute nothing, and only tell the executor what to forget."""
-        self.num_preemptions = 0
-        """Since the start."""
         self.drafting = Drafting(config, kv_cache, structured_outputs)
         self._config = config
         self._kv_cache = kv_cache
         self._has_priorities = config.scheduling_policy is SchedulingPolicy.PRIORITY
-        self._max_num_seqs = min(config.max_num_seqs, config.max_num_logit_rows)
-        self._running: list[Request] = []
-        self._waiting = RequestQueue()
-        self._removed: list[int] = []  # Sequences that the executor still has to forget.
-        self._in_flight: deque[Step] = deque()
-        self._step = 0  # The next one's number.
-        self._num_bound = 0  # Running requests with grammars.
-        self._num_special = 0  # Running requests whose results are not just tokens.
+        self._table = RequestTable(config, kv_cache)
+        self._results = ResultReader(self._table, kv_cache, self.drafting.speculator)
 
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        return len(self._running)
+        return len(self._table.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests that are queued, preempted ones included."""
-        return len(self._waiting)
+        return len(self._table.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return self._table.num_preemptions
 
     @property
     def num_steps(self) -> int:
         """Steps planned since the start."""
-        return self._step
+        return self._table.next_step
 
     @property
     def num_in_flight(self) -> int:
         """Steps whose results are still to come."""
-        return len(self._in_flight)
+        return len(self._table.in_flight)
 
     @property
     def may_schedule(self) -> bool:
         """Whether another step may be planned before the next result."""
-        if not self._in_flight:
+        num_in_flight = len(self._table.in_flight)
+        if not num_in_flight:
             return True
-        is_ahead_allowed = self._config.async_scheduling and not self._num_bound
-        return is_ahead_allowed and not self.drafting.waits_for_tokens and len(self._in_flight) < MAX_STEPS_IN_FLIGHT
+        needs_tokens = self._table.num_bound > 0 or self.drafting.waits_for_tokens
+        return self._config.async_scheduling and not needs_tokens and num_in_flight < MAX_STEPS_IN_FLIGHT
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight and the executor knows of no sequence but those that run."""
-        return not (self._in_flight or self._removed)
+        return not (self._table.in_flight or self._table.removed)
 
     @property
     def has_work(self) -> bool:
         """Whether a result is to come, or a plan would hold anything, if only a sequence to forget."""
-        has_requests = bool(self._running or self._waiting) and not self.is_paused
-        return has_requests or bool(self._in_flight or self._removed)
+        has_requests = bool(self._table.running or self._table.waiting) and not self.is_paused
+        return has_requests or not self.is_idle
 
     def check(self, request: Request) -> None:
         """Return when a new request could at least run alone.
@@ -134,44 +131,44 @@ class Scheduler:
         """Queue a request that was checked."""
         if self.drafting.speculator is not None:
             request.speculation = self.drafting.speculator.new_request()
-        self._waiting.add(request)
+        self._table.waiting.add(request)
 
     def abort(self, request: Request) -> None:
         """Take out a request that has not finished; its blocks are free at once."""
-        self._finish(request, RequestEvent.ABORTED, Finished(request.slot, FinishReason.ABORT))
-        self._drop_left()
+        self._table.finish(request, RequestEvent.ABORTED, Finished(request.slot, FinishReason.ABORT))
+        self._table.drop_left()
 
     def preempt_all(self) -> None:
         """Take all running requests' blocks; they will be computed again."""
-        while self._running:
-            self._preempt(self._running.pop())
+        while self._table.running:
+            self._table.preempt(self._table.running.pop())
 
     def schedule(self) -> StepPlan | None:
         """The next step, which is then in flight; None where there is nothing to do in it."""
-        config = self._config
-        num_requests = min(len(self._running) + len(self._waiting), self._max_num_seqs)
-        step = Step(self._step, config.max_num_batched_tokens, config.max_num_logit_rows - num_requests)
-        step.is_plain = not self._num_special
+        config, table = self._config, self._table
+        num_requests = min(len(table.running) + len(table.waiting), table.max_num_seqs)
+        step = Step(table.next_step, config.max_num_batched_tokens, config.max_num_logit_rows - num_requests)
+        step.is_plain = not table.num_special
         self.drafting.forget_drafts()
         if self.is_paused:
             pass
         elif self._has_priorities:
             self._schedule_by_priority(step)
         else:
-            self._advance(step, self._running)
-            if self._waiting:
+            self._advance(step, table.running)
+            if table.waiting:
                 self._admit(step)
         masks = None
         if step.scheduled:
-            self.drafting.add_drafts(step, has_grammars=self._num_bound > 0)
-            masks = self.drafting.masks(step) if self._num_bound else None
+            self.drafting.add_drafts(step, has_grammars=table.num_bound > 0)
+            masks = self.drafting.masks(step) if table.num_bound else None
         saves, loads = self._kv_cache.take_copies()
-        if not (step.scheduled or self._removed or saves or loads):
+        if not (step.scheduled or table.removed or saves or loads):
             return None
-        plan = StepPlan(step.number, step.scheduled, step.new, self._removed, masks, saves, loads)
-        self._step += 1
-        self._removed = []
-        self._in_flight.append(step)
+        plan = StepPlan(step.number, step.scheduled, step.new, table.removed, masks, saves, loads)
+        table.next_step += 1
+        table.removed = []
+        table.in_flight.append(step)
         return plan
 
     def update(self, result: StepResult) -> StepOutcome:
@@ -180,30 +177,7 @@ class Scheduler:
         Raises:
             RuntimeError: the result does not fit the plan. Nothing can be trusted any more.
         """
-        step = self._in_flight.popleft()
-        tokens = result.tokens
-        if result.step != step.number or len(tokens) != len(step.requests):
-            raise RuntimeError(
-                f"The executor answered step {step.number} of {len(step.requests)} sequences with step {result.step} "
-                f"of {len(tokens)}."
-            )
-        found = [request for request in step.found if request.status is not RequestStatus.FINISHED]
-        is_more_than_tokens = result.failures or result.logprobs or result.failed_loads or NO_TOKEN in tokens
-        if not step.is_plain or is_more_than_tokens:
-            outcome = self._take_in(step, result)
-        else:
-            outcome = StepOutcome(step.requests, list(tokens))
-            for request, token in zip(step.requests, tokens, strict=True):
-                token_ids = request.token_ids
-                token_ids.append(token)
-                if token in request.end_token_ids or len(token_ids) >= request.max_total_tokens:
-                    end = request.stop_after(token)
-                    if end is not None:
-                        self._stop(request, end, outcome)
-        outcome.found = found
-        if outcome.finished:
-            self._drop_left()
-        return outcome
+        return self._results.take_in(self._table.in_flight.popleft(), result)
 
     def check_integrity(self) -> None:
         """Return when the books are right: invariant 1, limits, states and blocks.
@@ -211,50 +185,29 @@ class Scheduler:
         Raises:
             AssertionError: saying what is wrong.
         """
-        self._kv_cache.check_integrity()
-        for requests in (self._running, list(self._waiting)):
-            keys = [request.key for request in requests]
-            if keys != sorted(set(keys)):
-                raise AssertionError(f"Requests are not in order: {keys}")
-        if len(self._running) > self._max_num_seqs:
-            raise AssertionError(f"{len(self._running)} requests run; the limit is {self._max_num_seqs}")
-        running = {request.sequence_id for request in self._running}
-        if running != self._kv_cache.sequence_ids:
-            raise AssertionError(f"{sorted(running)} run, but {sorted(self._kv_cache.sequence_ids)} hold blocks")
-        if self._num_bound != sum(request.grammar is not None for request in self._running):
-            raise AssertionError(f"{self._num_bound} requests are counted as bound by grammars")
-        num_ahead = 1 if self._in_flight else 0
-        for request in self._running:
-            num_room = len(self._kv_cache.block_tables(request.sequence_id)[0]) * self._config.block_size
-            if request.status is not RequestStatus.RUNNING or not (
-                request.num_computed_tokens <= request.num_slots <= num_room
-                and request.num_computed_tokens < len(request.token_ids) + num_ahead
-            ):
-                raise AssertionError(f"A running request is not as it should be, with room for {num_room}: {request}")
-        for request in self._waiting:
-            if request.status is not RequestStatus.WAITING or request.num_computed_tokens or request.num_slots:
-                raise AssertionError(f"A waiting request is not as it should be: {request}")
+        self._table.check_integrity()
 
     # Planning
 
     def _schedule_by_priority(self, step: Step) -> None:
         """Running and waiting requests in one order: a waiting one gets its tokens before running ones that are less
         important, and takes the place of the last of them where none is left."""
+        running, waiting = self._table.running, self._table.waiting
         position = 0
-        while self._waiting and position < len(self._running):
-            end = bisect.bisect_right(self._running, self._waiting[0].priority, lo=position, key=_priority)
-            self._advance(step, islice(self._running, position, end))
+        while waiting and position < len(running):
+            end = bisect.bisect_right(running, waiting[0].priority, lo=position, key=_priority)
+            self._advance(step, islice(running, position, end))
             position = end
-            if position >= len(self._running):
+            if position >= len(running):
                 break
             num_new = len(step.new)
             # Preempted are only requests behind `position`, which this step has not scheduled.
-            self._admit(step, before=self._running[position].priority)
+            self._admit(step, before=running[position].priority)
             if len(step.new) == num_new:
                 break
             position += len(step.new) - num_new
-        self._advance(step, islice(self._running, position, None))
-        if self._waiting:
+        self._advance(step, islice(running, position, None))
+        if waiting:
             self._admit(step)
 
     def _advance(self, step: Step, running: Iterable[Request]) -> None:
@@ -295,15 +248,16 @@ class Scheduler:
         With `before`, only those whose priority is higher (a lower value) than this one; and they may take the places
         and blocks of running requests that are less important than they.
         """
+        running, waiting = self._table.running, self._table.waiting
         position = 0
-        while step.num_tokens_left and position < len(self._waiting):
-            request = self._waiting[position]
+        while step.num_tokens_left and position < len(waiting):
+            request = waiting[position]
             # Nobody comes back in the step that preempted it. And it comes back only with a block to spare for each
             # running request: else the next of these to need one would end its new beginning.
             if request.preempted_in == step.number or (before is not None and request.priority >= before):
                 break
-            num_spare = self._kv_cache.num_free_blocks - len(self._running)
-            if request.preempted_in >= 0 and self._running and num_spare < request.num_blocks_given_back:
+            num_spare = self._kv_cache.num_free_blocks - len(running)
+            if request.preempted_in >= 0 and running and num_spare < request.num_blocks_given_back:
                 break
             if request.is_long and step.num_long_prefills >= self._config.max_long_partial_prefills:
                 position += 1  # Shorter ones may pass it by: it is first when the long one before it is complete.
@@ -319,9 +273,9 @@ class Scheduler:
 
     def _find_place(self, request: Request, num_tokens: int, *, may_preempt: bool) -> Admission | None:
         """A place among the running requests and blocks for the first tokens; None where there is not both."""
-        kv_cache = self._kv_cache
+        kv_cache, running = self._kv_cache, self._table.running
         while True:
-            if len(self._running) < self._max_num_seqs:
+            if len(running) < self._table.max_num_seqs:
                 admission = kv_cache.admit(
                     request.sequence_id,
                     request.token_ids,
@@ -332,33 +286,24 @@ class Scheduler:
                 )
                 if admission is not None:
                     return admission
-            if not may_preempt or not self._running or self._running[-1].priority <= request.priority:
+            if not may_preempt or not running or running[-1].priority <= request.priority:
                 return None
-            self._preempt(self._running.pop())
+            self._table.preempt(running.pop())
 
     def _start(self, step: Step, request: Request, admission: Admission) -> None:
         """Let a request run that has got its blocks."""
-        self._waiting.remove(request)
-        request.apply(RequestEvent.ADMITTED)
-        insert_in_order(self._running, request)
-        if request.grammar is not None:
-            self._num_bound += 1
-        if request.grammar is not None or request.has_prompt_logprobs:
-            self._num_special += 1
-            step.is_plain = False
+        self._table.start(request, admission)
         known, start = len(request.token_ids), admission.num_cached_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = start
             if start:
                 step.found.append(request)
         work = request.work
-        work.num_computed_tokens = start
         work.num_tokens = self._num_prompt_tokens(step, request, known - start, step.num_tokens_left)
-        work.new_block_ids = admission.new_block_ids
         step.num_tokens_left -= work.num_tokens
+        step.is_plain = step.is_plain and not request.is_special
         end = start + work.num_tokens
-        request.num_slots = self._num_slots(end if self._kv_cache.has_windows else known)
-        request.next_prompt_logprob = 1
+        request.num_slots = self._table.num_slots(end if self._kv_cache.has_windows else known)
         self._note_prompt(step, request, end)
         step.scheduled.append(work)
         step.requests.append(request)
@@ -383,11 +328,6 @@ class Scheduler:
             step.incomplete.add(len(step.scheduled))
             step.num_long_prefills += request.is_long
 
-    def _num_slots(self, num_tokens: int) -> int:
-        return self._kv_cache.num_blocks_for(num_tokens) * self._config.block_size
-
-    # Blocks
-
     def _make_room(self, request: Request, start: int, end: int) -> bool:
         """Find blocks, from the last running requests if need be; False when the request itself had to give."""
         # All tokens before `start` are known: at most the one at `start` is on its way.
@@ -396,163 +336,9 @@ class Scheduler:
             new_block_ids = self._kv_cache.allocate(request.sequence_id, end, start)
             if new_block_ids is not None:
                 request.work.new_block_ids = new_block_ids
-                request.num_slots = self._num_slots(end)
+                request.num_slots = self._table.num_slots(end)
                 return True
-            victim = self._running.pop()
-            self._preempt(victim)
+            victim = self._table.running.pop()
+            self._table.preempt(victim)
             if victim is request:
                 return False
-
-    def _preempt(self, victim: Request, *, is_valid: bool = True) -> None:
-        """Let a request wait again. The caller has taken it, or will take it, out of the running ones.
-
-        Where what is in its blocks is not valid, neither is what steps in flight sample for it.
-        """
-        num_free = self._kv_cache.num_free_blocks
-        if is_valid:
-            self._give_back(victim)
-        else:
-            self._kv_cache.free(victim.sequence_id)
-            self._leave(victim)
-            victim.valid_from = self._step
-        victim.num_blocks_given_back = self._kv_cache.num_free_blocks - num_free
-        victim.preempted_in = self._step
-        victim.apply(RequestEvent.PREEMPTED)
-        self._waiting.add(victim)
-        self.num_preemptions += 1
-
-    def _give_back(self, request: Request) -> None:
-        """Free a running request's blocks. What is in them stays findable until they are used for something else."""
-        num_known = min(request.num_computed_tokens, len(request.token_ids))
-        self._kv_cache.commit(request.sequence_id, request.token_ids, num_known)
-        self._kv_cache.free_withdrawn(request.sequence_id, num_known)
-        self._leave(request)
-
-    def _leave(self, request: Request) -> None:
-        """Note that a request, whose blocks are free, does not run any more."""
-        self._removed.append(request.sequence_id)
-        self._num_bound -= request.grammar is not None
-        self._num_special -= request.grammar is not None or request.has_prompt_logprobs
-        work = request.work
-        work.num_computed_tokens = work.num_tokens = request.num_slots = 0
-
-    # Results
-
-    def _take_in(self, step: Step, result: StepResult) -> StepOutcome:
-        """Take in a result that is more, or less, than one token for each request."""
-        outcome = StepOutcome([], [])
-        self._take_in_failures(step, result, outcome)
-        for index, request in enumerate(step.requests):
-            # Nobody wants it any more, or it is wrong.
-            if request.status is RequestStatus.FINISHED or step.number < request.valid_from:
-                continue
-            part = result.prompt_logprobs.get(index)
-            if part and (unsent := request.unsent_prompt_logprobs(part)):
-                outcome.prompt_logprobs.append((request, unsent))
-            is_incomplete = index in step.incomplete
-            if not is_incomplete and request.max_total_tokens == request.num_prompt_tokens:
-                # Only its prompt's log probabilities were asked for.
-                self._stop(request, Finished(request.slot, FinishReason.LENGTH), outcome)
-                continue
-            if is_incomplete is not (result.tokens[index] == NO_TOKEN):
-                raise RuntimeError(f"The executor sampled nothing, or too early, for sequence {request.sequence_id}.")
-            if not is_incomplete:
-                self._take_in_tokens(step, index, result, outcome)
-        return outcome
-
-    def _take_in_failures(self, step: Step, result: StepResult, outcome: StepOutcome) -> None:
-        """End the requests that failed, and let those be computed again that used what these left behind."""
-        kv_cache = self._kv_cache
-        messages = {failure.sequence_id: failure.message for failure in result.failures}
-        wrong: set[int] = set()
-        for request in step.requests if messages else ():
-            message = messages.get(request.sequence_id)
-            if message is None or request.status is RequestStatus.FINISHED or step.number < request.valid_from:
-                continue
-            if request.status is RequestStatus.RUNNING:
-                # Where another step has been planned since, nobody knows any more where this one began.
-                start = 0 if self._in_flight else request.work.num_computed_tokens
-                wrong |= kv_cache.free_failed(request.sequence_id, start)
-                self._leave(request)
-            else:
-                self._waiting.remove(request)
-            error = error_to_data(EngineGenerateError(message))
-            self._end(request, RequestEvent.FAILED, Finished(request.slot, FinishReason.ABORT, error=error))
-            outcome.finished.append(request)
-        if result.failed_loads:
-            wrong |= kv_cache.drop_loaded(result.failed_loads)
-        if wrong:
-            for request in self._running:
-                if request.status is RequestStatus.RUNNING and request.sequence_id in wrong:
-                    self._preempt(request, is_valid=False)
-            self._note_dropped()
-        self._drop_left()
-
-    def _take_in_tokens(self, step: Step, index: int, result: StepResult, outcome: StepOutcome) -> None:
-        """Take in a request's tokens, up to the one that ends it."""
-        request = step.requests[index]
-        work, grammar = request.work, request.grammar
-        drafts = work.draft_token_ids
-        num_accepted = result.num_accepted.get(index, 0)
-        new_tokens = [*drafts[:num_accepted], result.tokens[index]]
-        work.num_tokens -= len(drafts) - num_accepted
-        speculator = self.drafting.speculator
-        if speculator is not None and request.speculation is not None and index in step.proposed:
-            speculator.observe(request.speculation, len(drafts), num_accepted)
-        if grammar is not None:
-            if grammar.error is None:
-                new_tokens = new_tokens[: grammar.accept(new_tokens)]
-            if grammar.error is not None:
-                error = error_to_data(grammar.error)
-                self._finish(request, RequestEvent.FAILED, Finished(request.slot, FinishReason.ABORT, error=error))
-                outcome.finished.append(request)
-                return
-        num_known = len(request.token_ids)
-        end = _append(request, new_tokens)
-        num_new = len(request.token_ids) - num_known
-        outcome.requests.extend([request] * num_new)
-        outcome.tokens.extend(new_tokens[:num_new])
-        if index in result.logprobs:
-            outcome.logprobs.append((request, result.logprobs[index][:num_new]))
-        if end is not None:
-            self._stop(request, end, outcome)
-        elif speculator is not None and request.speculation is not None and index in result.drafts:
-            speculator.offer(request.speculation, request.token_ids, result.drafts[index])
-
-    def _stop(self, request: Request, finished: Finished, outcome: StepOutcome) -> None:
-        self._finish(request, RequestEvent.STOPPED, finished)
-        outcome.finished.append(request)
-
-    def _finish(self, request: Request, event: RequestEvent, finished: Finished) -> None:
-        """End a request. `_drop_left` must follow."""
-        if request.status is RequestStatus.RUNNING:
-            self._give_back(request)
-        else:
-            self._waiting.remove(request)
-        self._end(request, event, finished)
-
-    def _end(self, request: Request, event: RequestEvent, finished: Finished) -> None:
-        request.apply(event)
-        request.finished = finished
-        self._note_dropped()
-
-    def _note_dropped(self) -> None:
-        """Something that steps in flight sample is of no use any more."""
-        for step in self._in_flight:
-            step.is_plain = False
-
-    def _drop_left(self) -> None:
-        """Take requests that do not run any more out of the running ones."""
-        self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
-
-
-def _append(request: Request, new_tokens: Sequence[int]) -> Finished | None:
-    """Append new tokens up to the one that ends the request, and say how it ends; None when it goes on."""
-    for token in new_tokens:
-        request.token_ids.append(token)
-        end = request.stop_after(token)
-        if end is not None:
-            return end
-    # Nothing but the end can follow what is complete.
-    is_complete = request.grammar is not None and request.grammar.is_complete
-    return Finished(request.slot, FinishReason.STOP, ends_with_text=True) if is_complete else None

@@ -6,9 +6,11 @@ import attrs
 import pytest
 
 from trioengine.core.engine_core import MAX_SLOT
+from trioengine.core.executor import TokenLogprobs
 from trioengine.core.operations import HANDLERS
+from trioengine.errors import RequestError
 from trioengine.testing.core_driver import CoreDriver, make_core_config, make_core_request
-from trioengine.testing.fake_executor import Fail, generate_alone
+from trioengine.testing.fake_executor import Fail, generate_alone, logprobs_alone
 from trioengine.types.codec import decode_reply
 from trioengine.types.messages import (
     CALLS,
@@ -19,12 +21,14 @@ from trioengine.types.messages import (
     CoreLoad,
     Finished,
     GetLoad,
+    GetStats,
     Reply,
     Stop,
     unpack_int32,
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
+from trioengine.types.structured import StructuredOutputsParams
 
 
 def load(driver: CoreDriver) -> CoreLoad:
@@ -294,3 +298,190 @@ def test_an_abort_for_a_client_never_seen_makes_no_state() -> None:
     driver.core.handle(9, AbortRequests((0, 1)))
     assert list(driver.core.clients_with_output()) == []
     assert driver.core.take_output(9) is None
+
+
+CACHING = attrs.evolve(make_core_config(), enable_prefix_caching=True)
+PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def test_cached_tokens_are_told_once() -> None:
+    """With the first row; nothing is told where there were none."""
+    driver = CoreDriver(CACHING)
+    first = driver.add(make_core_request(0, PROMPT))
+    driver.run()
+    second = driver.add(make_core_request(1, (*PROMPT[:6], 70, 80, 90)))
+    third = driver.add(make_core_request(2, PROMPT))
+    driver.step()
+    driver.take()
+    assert (first.num_cached_tokens, second.num_cached_tokens, third.num_cached_tokens) == (0, 4, 8)
+    driver.run()
+    assert sum(bool(output.cached_tokens) for output in driver.outputs) == 1
+    assert third.tokens == first.tokens == generate_alone(PROMPT, 4, vocab_size=1000)
+    assert second.tokens == generate_alone((*PROMPT[:6], 70, 80, 90), 4, vocab_size=1000)
+
+
+def test_cached_tokens_of_a_request_that_was_aborted_are_not_told() -> None:
+    """Its slot may be another's by then."""
+    driver = CoreDriver(attrs.evolve(CACHING, async_scheduling=True))
+    driver.add(make_core_request(0, PROMPT))
+    driver.run()
+    driver.add(make_core_request(0, PROMPT))
+    driver.step()  # Planned and submitted.
+    driver.abort(0)
+    driver.take()
+    again = driver.add(make_core_request(0, (50, 60)))
+    driver.run()
+    assert again.num_cached_tokens == 0
+    assert again.tokens == generate_alone((50, 60), 4, vocab_size=1000)
+
+
+def test_another_salt_finds_nothing() -> None:
+    """Case 47 (vllm 44701), of which LoRA is another part: same tokens, other salt, no hit; same salt, hit."""
+    driver = CoreDriver(CACHING)
+    cached: list[int] = []
+    for salt in (None, "a", "b", "a", None, ""):
+        answer = driver.add(make_core_request(0, PROMPT, cache_salt=salt))
+        driver.run()
+        cached.append(answer.num_cached_tokens)
+    assert cached == [0, 0, 0, 8, 8, 0]
+
+
+def test_requests_that_arrive_together_compute_a_common_prefix_once() -> None:
+    driver = CoreDriver(CACHING)
+    answers = [driver.add(make_core_request(slot, (*PROMPT, slot))) for slot in range(4)]
+    driver.step()
+    assert driver.plans[0].num_tokens == 10 + 3 * 2
+    driver.run()
+    for slot, answer in enumerate(answers):
+        assert answer.tokens == generate_alone((*PROMPT, slot), 4, vocab_size=1000)
+
+
+def test_one_that_used_what_a_failed_one_was_to_compute_is_computed_again() -> None:
+    """Neither the failed one's prefix nor what was computed from it is found any more."""
+    driver = CoreDriver(CACHING, fails=lambda new, _: new.seed == 9)
+    failing = driver.add(make_core_request(0, PROMPT, seed=9))
+    other = driver.add(make_core_request(1, PROMPT))
+    driver.step()
+    driver.take()
+    assert failing.finished is not None
+    assert failing.finished.error is not None
+    assert not other.tokens
+    driver.run()
+    assert other.tokens == generate_alone(PROMPT, 4, vocab_size=1000)
+    third = driver.add(make_core_request(1, PROMPT))
+    driver.run()
+    assert (third.num_cached_tokens, third.tokens) == (8, other.tokens)
+
+
+def test_blocks_that_cannot_be_loaded_are_computed() -> None:
+    """The offload store lost them after they were evicted."""
+    losses: list[str] = []
+    driver = CoreDriver(CACHING, num_blocks=4, num_offload_blocks=8, fails_load=lambda _: bool(losses))
+    for number in range(3):
+        if number == 2:
+            losses.append("all")
+        for prompt in (PROMPT, [token + 50 for token in PROMPT]):
+            answer = driver.add(make_core_request(0, prompt))
+            driver.run()
+            assert answer.tokens == generate_alone(prompt, 4, vocab_size=1000)
+    stats = driver.call(GetStats())
+    assert stats.num_offloaded_blocks > 0
+    assert stats.num_loaded_blocks > 0
+
+
+def test_sampling_that_the_executor_refuses_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sampling: SamplingParams) -> None:
+        if sampling.logits_processors:
+            raise RequestError("There is no such processor.", param="logits_processors")
+
+    driver = CoreDriver()
+    monkeypatch.setattr(driver.executor, "check_sampling", refuse)
+    good = driver.add(make_core_request(0, (1, 2)))
+    bad = driver.add(make_core_request(1, sampling=SamplingParams(logits_processors={"mine": "{}"})))
+    driver.run()
+    assert bad.finished is not None
+    assert bad.finished.error is not None
+    assert bad.finished.error.fields["param"] == "logits_processors"
+    assert good.tokens == generate_alone((1, 2), 4, vocab_size=1000)
+
+
+def test_without_structured_outputs_they_are_refused() -> None:
+    driver = CoreDriver()
+    sampling = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    answer = driver.add(make_core_request(sampling=sampling))
+    driver.run()
+    assert answer.finished is not None
+    assert answer.finished.error is not None
+    assert answer.finished.error.fields["param"] == "structured_outputs"
+
+
+# Log probabilities
+
+
+def same(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -> bool:
+    """Whether these are equal, but for what float32 loses."""
+
+    def rounded(entries: list[TokenLogprobs]) -> list[tuple[list[int], list[float], int]]:
+        return [(list(each.token_ids), list(array("f", each.logprobs)), each.rank) for each in entries]
+
+    return rounded(found) == rounded(expected)
+
+
+def test_log_probabilities_come_for_those_that_ask() -> None:
+    """One for each token, also where several steps are taken at once."""
+    driver = CoreDriver()
+    answers = [
+        driver.add(make_core_request(slot, (1, 2), sampling=SamplingParams(max_tokens=5, logprobs=number)))
+        for slot, number in enumerate((None, 0, 3))
+    ]
+    for _ in range(3):
+        driver.step()
+    driver.run()
+    assert answers[0].logprobs == []
+    for answer, number in zip(answers[1:], (0, 3), strict=True):
+        assert same(answer.logprobs, logprobs_alone((1, 2), answer.tokens, number, vocab_size=1000))
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [2, 3, 64])
+def test_prompt_log_probabilities_are_the_same_with_and_without_the_cache(max_num_batched_tokens: int) -> None:
+    """Case 48 (vllm 8268): twice with the cache on, in parts or at once, and before the first token of the answer."""
+    driver = CoreDriver(attrs.evolve(CACHING, max_num_batched_tokens=max_num_batched_tokens))
+    sampling = SamplingParams(max_tokens=2, prompt_logprobs=1)
+    expected = logprobs_alone(PROMPT[:1], PROMPT[1:], 1, vocab_size=1000)
+    for _ in range(2):
+        answer = driver.add(make_core_request(0, PROMPT, sampling=sampling))
+        while not answer.tokens:
+            driver.step()
+            driver.take()
+        assert same(answer.prompt_logprobs, expected)
+        driver.run()
+        assert (len(answer.prompt_logprobs), answer.num_cached_tokens) == (8, 0)
+    without = driver.add(make_core_request(0, PROMPT))
+    driver.run()
+    assert without.num_cached_tokens == 8
+
+
+def test_prompt_log_probabilities_are_told_once_whatever_is_computed_again() -> None:
+    """After a preemption in the middle of the prompt or behind it."""
+    for num_steps in (2, 5):
+        driver = CoreDriver(attrs.evolve(CACHING, max_num_batched_tokens=3))
+        answer = driver.add(make_core_request(0, PROMPT, sampling=SamplingParams(max_tokens=6, prompt_logprobs=0)))
+        for _ in range(num_steps):
+            driver.step()
+        driver.core.scheduler.preempt_all()
+        driver.run()
+        assert same(answer.prompt_logprobs, logprobs_alone(PROMPT[:1], PROMPT[1:], 0, vocab_size=1000))
+        assert answer.tokens == generate_alone(PROMPT, 6, vocab_size=1000)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])
+def test_without_an_answer_the_prompt_is_all(prompt: tuple[int, ...]) -> None:
+    """Case 36 (vllm 6521): prompt log probabilities, and no token."""
+    driver = CoreDriver(attrs.evolve(CACHING, max_num_batched_tokens=4))
+    answer = driver.add(make_core_request(0, prompt, sampling=SamplingParams(max_tokens=0, prompt_logprobs=2)))
+    other = driver.add(make_core_request(1, prompt))
+    driver.run()
+    assert answer.tokens == []
+    assert answer.finished == Finished(0, FinishReason.LENGTH)
+    assert same(answer.prompt_logprobs, logprobs_alone(prompt[:1], prompt[1:], 2, vocab_size=1000))
+    assert other.tokens == generate_alone(prompt, 4, vocab_size=1000)

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
+from trioengine.config.engine import SchedulingPolicy
 from trioengine.core.executor import NO_TOKEN, KVCacheGroup, SequenceFailure, StepPlan, StepResult
 from trioengine.core.kv_cache_manager import KVCacheManager
 from trioengine.core.request import Request, RequestStatus, make_request
@@ -249,3 +250,278 @@ def test_a_result_that_does_not_fit_its_plan_is_fatal(result: StepResult) -> Non
     steps.schedule()
     with pytest.raises(RuntimeError, match="executor"):
         steps.scheduler.update(result)
+
+
+# Priorities
+
+
+def prioritized(**options: Any) -> Steps:
+    return Steps(scheduling_policy=SchedulingPolicy.PRIORITY, **options)
+
+
+def test_a_request_of_a_higher_priority_takes_a_place_when_all_are_taken() -> None:
+    """Case 49 (vllm 24365): that of the least important one, which waits in its own place in the order."""
+    steps = prioritized(max_num_seqs=2)
+    first, second = steps.add(4, priority=5), steps.add(4, priority=5)
+    later = steps.add(4, priority=5)
+    assert steps.step().keys() == {0, 1}
+    urgent = steps.add(4, priority=1)
+    plan = steps.schedule()
+    assert [work.sequence_id for work in plan.scheduled] == [3, 0]
+    assert (list(plan.removed), [new.sequence_id for new in plan.new]) == ([1], [3])
+    steps.update()
+    assert (first.status, urgent.status, second.status, later.status) == (
+        RequestStatus.RUNNING,
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING,
+        RequestStatus.WAITING,
+    )
+    steps.step_while(lambda: urgent.status is RequestStatus.RUNNING)
+    steps.step_while(lambda: steps.scheduler.has_work)
+    assert second.num_generated_tokens == later.num_generated_tokens == 8
+
+
+def test_a_request_of_a_higher_priority_takes_blocks_when_none_is_free() -> None:
+    """From as many as it takes, and no more."""
+    steps = prioritized(num_blocks=6)
+    for _ in range(3):
+        steps.add(7, max_tokens=1000, priority=2, sampling=SamplingParams(max_tokens=8))
+    steps.step()
+    steps.add(5, max_tokens=3, priority=1)
+    plan = steps.schedule()
+    assert [work.sequence_id for work in plan.scheduled] == [3, 0, 1]
+    assert list(plan.removed) == [2]
+
+
+def test_equals_never_take_each_others_places() -> None:
+    """Who came first goes on, also when one that came before it waits again."""
+    steps = prioritized(max_num_seqs=1)
+    first = steps.add(4, priority=1)
+    steps.step()
+    steps.add(4, priority=1)
+    steps.add(4, priority=2)
+    for _ in range(7):
+        assert steps.step().keys() == {0}
+    assert first.status is RequestStatus.FINISHED
+    assert steps.scheduler.num_preemptions == 0
+
+
+def test_tokens_are_given_by_priority() -> None:
+    """A long prompt that nobody hurries for does not hold up one that somebody does."""
+    steps = prioritized(max_num_batched_tokens=8)
+    steps.add(30, priority=5)
+    assert steps.step() == {0: 8}
+    steps.add(6, priority=1)
+    assert steps.step() == {1: 6, 0: 2}
+    assert steps.step() == {1: 1, 0: 7}
+
+
+def test_without_the_policy_priorities_mean_nothing() -> None:
+    steps = Steps(max_num_seqs=1)
+    steps.add(4)
+    steps.step()
+    steps.add(4, priority=-9)
+    assert steps.step().keys() == {0}
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_preempted_requests_do_not_starve(policy: SchedulingPolicy, enable_prefix_caching: bool) -> None:
+    """Case 50 (vllm 41951): while new ones arrive without end, each is finished in the order of its arrival, nearly:
+    none waits for longer than those before it take."""
+    steps = Steps(num_blocks=8, scheduling_policy=policy, enable_prefix_caching=enable_prefix_caching)
+    for number in range(150):
+        if number % 3 == 0:
+            steps.add(6, max_tokens=14, token=number % 5)
+        steps.step()
+    assert steps.scheduler.num_preemptions > 5
+    ended = [request.sequence_id for request in steps.requests if request.status is RequestStatus.FINISHED]
+    assert ended == list(range(len(ended)))
+    assert len(ended) > 10
+
+
+def test_a_preempted_request_does_not_come_back_to_be_preempted_again() -> None:
+    """It waits until there is a block for each running request beside its own: who comes back makes progress."""
+    steps = Steps(num_blocks=9)
+    for _ in range(4):
+        steps.add(7, max_tokens=20)
+    generated: dict[int, int] = {}
+    num_preemptions = 0
+    while steps.scheduler.has_work:
+        plan = steps.schedule()
+        for request in steps.requests:
+            if request.sequence_id in plan.removed and request.status is RequestStatus.WAITING:
+                assert request.num_generated_tokens > generated.get(request.sequence_id, 0)
+                generated[request.sequence_id] = request.num_generated_tokens
+                num_preemptions += 1
+        steps.update()
+    assert num_preemptions > 2
+
+
+# Limits for prompts
+
+
+def test_a_long_prompt_takes_a_part_of_each_step_and_short_ones_the_rest() -> None:
+    steps = Steps(max_num_batched_tokens=16, long_prefill_token_threshold=8)
+    steps.add(30)
+    steps.add(6)
+    assert steps.step() == {0: 8, 1: 6}
+    assert steps.step() == {0: 8, 1: 1}
+    assert steps.step() == {0: 8, 1: 1}
+    assert steps.step() == {0: 6, 1: 1}
+    assert steps.step() == {0: 1, 1: 1}
+
+
+def test_short_prompts_pass_long_ones_that_wait_for_a_long_one() -> None:
+    """The second long one is next when the first is complete, whoever has come since."""
+    steps = Steps(max_num_batched_tokens=16, long_prefill_token_threshold=8, max_num_partial_prefills=4)
+    steps.add(10, max_tokens=4)
+    second = steps.add(10, max_tokens=4)
+    steps.add(3, max_tokens=1)
+    assert steps.step() == {0: 8, 2: 3}
+    steps.add(3, max_tokens=1)
+    assert second.status is RequestStatus.WAITING
+    assert steps.step() == {0: 2, 1: 8, 3: 3}
+
+
+def test_as_many_long_prompts_as_allowed_are_computed_at_once() -> None:
+    steps = Steps(
+        max_num_batched_tokens=32,
+        long_prefill_token_threshold=8,
+        max_num_partial_prefills=3,
+        max_long_partial_prefills=2,
+    )
+    for _ in range(3):
+        steps.add(12)
+    assert steps.step() == {0: 8, 1: 8}
+
+
+def test_no_more_prompts_than_allowed_are_begun() -> None:
+    """One that does not fit whole waits while another is in the middle; one that fits is no partial prefill."""
+    steps = Steps(max_num_batched_tokens=12, long_prefill_token_threshold=8, max_long_partial_prefills=2)
+    steps.add(12)
+    steps.add(6)
+    assert steps.step() == {0: 8}
+    assert steps.step() == {0: 4, 1: 6}
+
+
+# Rows of logits
+
+
+def test_prompt_logprobs_take_no_more_rows_than_there_are() -> None:
+    """One row stays for each request that may need one."""
+    sampling = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    steps = Steps(max_num_logit_rows=6, max_num_seqs=4)
+    steps.add(2)
+    steps.add(12, sampling=sampling)
+    assert steps.step() == {0: 2, 1: 5}
+    assert steps.step() == {0: 1, 1: 5}
+    steps.add(2)
+    assert steps.step() == {0: 1, 1: 2, 2: 2}
+
+
+def test_with_no_row_to_spare_a_prompt_goes_on_token_by_token() -> None:
+    steps = Steps(max_num_logit_rows=2, max_num_seqs=2)
+    steps.add(2)
+    steps.add(4, sampling=SamplingParams(max_tokens=2, prompt_logprobs=0))
+    assert steps.step() == {0: 2, 1: 1}
+    assert steps.step() == {0: 1, 1: 1}
+
+
+# Cached prefixes
+
+
+def test_a_new_request_starts_behind_what_is_cached() -> None:
+    """Also when it was computed in the same step, and never behind its last token."""
+    steps = Steps(enable_prefix_caching=True)
+    steps.add(12)
+    steps.add(10)
+    plan = steps.schedule()
+    assert [(work.num_computed_tokens, work.num_tokens) for work in plan.scheduled] == [(0, 12), (8, 2)]
+    assert list(steps.update().found) == [steps.requests[1]]
+    steps.add(8)
+    plan = steps.schedule()
+    assert (plan.scheduled[2].num_computed_tokens, plan.scheduled[2].num_tokens) == (4, 4)
+
+
+def test_a_preempted_request_finds_its_own_beginning_and_is_counted_once() -> None:
+    """What it finds then was not found in the cache by its prompt."""
+    steps = Steps(num_blocks=4, enable_prefix_caching=True)
+    first, second = steps.add(7, max_tokens=6, token=2), steps.add(7, max_tokens=6, token=3)
+    steps.step_while(lambda: second.status is RequestStatus.WAITING and not second.num_generated_tokens)
+    steps.step_while(lambda: second.status is RequestStatus.RUNNING)
+    steps.step_while(lambda: first.status is RequestStatus.RUNNING)
+    plan = steps.schedule()
+    assert [new.sequence_id for new in plan.new] == [1]
+    assert plan.scheduled[0].num_computed_tokens > 0
+    assert not steps.update().found
+    assert second.num_cached_tokens == 0
+
+
+# Two steps in flight
+
+
+def ahead(**options: Any) -> Steps:
+    return Steps(async_scheduling=True, **options)
+
+
+def test_a_step_is_planned_while_the_one_before_is_computed() -> None:
+    """Behind the token that is on its way; and no third one."""
+    steps = ahead()
+    request = steps.add(5)
+    steps.schedule()
+    assert steps.scheduler.may_schedule
+    plan = steps.schedule()
+    assert [(work.num_computed_tokens, work.num_tokens) for work in plan.scheduled] == [(5, 1)]
+    assert not steps.scheduler.may_schedule
+    steps.update()
+    assert request.num_generated_tokens == 1
+    assert steps.scheduler.may_schedule
+
+
+def test_without_asynchronous_scheduling_results_come_first() -> None:
+    steps = Steps()
+    steps.add(5)
+    steps.schedule()
+    assert not steps.scheduler.may_schedule
+
+
+def test_the_last_token_of_an_answer_is_foreseen() -> None:
+    """No step is computed for nothing when `max_tokens` ends it."""
+    steps = ahead()
+    steps.add(5, max_tokens=1)
+    steps.schedule()
+    assert steps.scheduler.schedule() is None
+    assert [request.sequence_id for request in steps.update().finished] == [0]
+    assert list(steps.schedule().removed) == [0]
+
+
+def test_what_is_in_flight_for_an_aborted_request_is_dropped() -> None:
+    """Its blocks may be others' in the next plan: plans are computed in order."""
+    steps = ahead(num_blocks=2)
+    request = steps.add(7, max_tokens=2)
+    other = steps.add(7, max_tokens=2)
+    steps.schedule()
+    steps.scheduler.abort(request)
+    plan = steps.schedule()
+    assert (list(plan.removed), [new.sequence_id for new in plan.new]) == ([0], [1])
+    assert list(steps.update().tokens) == []
+    assert list(steps.update().requests) == [other]
+
+
+def test_what_is_in_flight_for_a_preempted_request_is_kept() -> None:
+    """It may even be the end of it."""
+    steps = ahead(num_blocks=4)
+    steps.add(7, max_tokens=6)
+    second = steps.add(7, max_tokens=3)
+    steps.schedule()
+    steps.schedule()
+    steps.update()
+    plan = steps.schedule()
+    assert list(plan.removed) == [1]
+    assert (second.status, second.num_generated_tokens) == (RequestStatus.WAITING, 1)
+    steps.update()
+    assert second.num_generated_tokens == 2
+    steps.update()
+    steps.step_while(lambda: steps.scheduler.has_work)
+    assert second.num_generated_tokens == 3

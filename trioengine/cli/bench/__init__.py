@@ -63,11 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="times that a prompt says the same, which models then go on with, for speculation. Default: 1",
     )
     add_engine_options(offline)
+    core = benchmarks.add_parser("core", help="planning steps and taking in their results, without a device")
+    _add_counts(core, num_seqs="requests that generate at once", steps="steps to measure")
     kernels = benchmarks.add_parser("kernels", help="the native CPU kernels, operation by operation")
     kernels.add_argument(
         "--cpu-threads", type=positive_int, metavar="N", help="threads that compute. Default: one for each processor"
     )
-    for benchmark in (frontend, serve, offline, kernels):
+    for benchmark in (frontend, serve, offline, core, kernels):
         benchmark.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -102,6 +104,10 @@ def _benchmark(arguments: argparse.Namespace) -> Benchmark:
                 warms_prefix=arguments.warm_prefix,
                 **_load_values(arguments),
             )
+        case "core":
+            from trioengine.cli.bench.core import CoreBench
+
+            return CoreBench(num_seqs=arguments.num_seqs, num_steps=arguments.steps)
         case "kernels":
             from trioengine.cli.bench.kernels import KernelsBench
 
