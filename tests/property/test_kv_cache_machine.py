@@ -21,9 +21,11 @@ NAMESPACES = (b"", cache_namespace("salt"), cache_namespace(None, "salt"))
 WINDOWS = st.none() | st.integers(2, 7)
 MAX_NUM_TOKENS = 14
 
-Entry = tuple[bytes, tuple[int, ...]]
-"""Whose keys and values these are: the namespace and all tokens up to this one."""
-WRONG: Entry = (b"wrong", ())
+Prefix = tuple[bytes, tuple[int, ...]]
+"""A namespace, and tokens."""
+Entry = tuple[int, Prefix]
+"""Whose keys and values these are: the number of resets before the sequence began, and all tokens up to this one."""
+WRONG: Entry = (-1, (b"wrong", ()))
 """Computed by a step that failed, or from such."""
 
 
@@ -36,12 +38,16 @@ class Live:
     tables: list[list[int]]
     num_computed: int
     num_committed_blocks: int
-    is_private: bool = False
-    """Since a reset its blocks are not to be found."""
+    num_resets: int
+    """Before it was admitted."""
+
+    def prefix(self, position: int) -> Prefix:
+        """What its tokens up to this one are found as."""
+        return self.namespace, tuple(self.token_ids[: position + 1])
 
     def entry(self, position: int) -> Entry:
         """What the cache should hold for a token."""
-        return self.namespace, tuple(self.token_ids[: position + 1])
+        return self.num_resets, self.prefix(position)
 
 
 @attrs.frozen
@@ -84,10 +90,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.store: dict[tuple[int, int, int], Entry] = {}  # By group, block and place in it.
         self.offloaded: dict[tuple[int, int], list[Entry | None]] = {}  # By group and slot.
         self.failed: list[list[Failed]] = [[] for _ in range(num_steps_late)]  # The oldest step's last.
-        self.prefixes = {root_hash(namespace): (namespace, ()) for namespace in NAMESPACES}
-        self.findable: list[set[Entry]] = [set() for _ in groups]
+        self.prefixes: dict[bytes, Prefix] = {root_hash(namespace): (namespace, ()) for namespace in NAMESPACES}
+        self.findable: list[set[Prefix]] = [set() for _ in groups]
         self.last_event = 0
         self.has_failed = False
+        self.num_resets = 0
 
     # What a scheduler does
 
@@ -113,7 +120,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         max_new_tokens = None if is_whole else data.draw(st.integers(1, 4))
         self._admit(sequence_id, live.token_ids, live.namespace, max_new_tokens)
 
-    @precondition(lambda self: set(self.live) - set(self.scheduled))
+    @precondition(lambda self: self.live.keys() > self.scheduled.keys())
     @rule(data=st.data(), num_tokens=st.integers(1, 4), num_drafts=st.integers(0, 2))
     def go_on(self, data: st.DataObject, num_tokens: int, num_drafts: int) -> None:
         """Schedule a running sequence; one whose tokens are all computed has got another."""
@@ -152,7 +159,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.has_failed = True
         self._read_events(may_forget=True)
 
-    @precondition(lambda self: set(self.live) - set(self.scheduled))
+    @precondition(lambda self: self.live.keys() > self.scheduled.keys())
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         """A sequence ends, is aborted or preempted."""
@@ -164,8 +171,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         """Nothing that was computed until now is found any more, nor what is computed from it."""
         self.kv_cache.reset_prefix_cache()
-        for live in self.live.values():
-            live.is_private = True
+        self.num_resets += 1
         self._read_events(may_forget=True)
         assert not any(self.findable)
 
@@ -234,12 +240,15 @@ class KVCacheMachine(RuleBasedStateMachine):
         admission = self.kv_cache.admit(
             sequence_id,
             token_ids,
-            len(token_ids),
             max_new_tokens=max_new_tokens,
             namespace=namespace,
             use_cached=is_cached,
         )
+        live = Live(
+            token_ids, namespace, [[] for _ in self.groups], expected, expected // self.block_size, self.num_resets
+        )
         if admission is None:
+            self.preempted[sequence_id] = live  # To ask again.
             assert self._books() == before
             # What is needed at most: no cached block is held by another.
             room = len(token_ids) if max_new_tokens is None else min(len(token_ids), expected + max_new_tokens)
@@ -247,9 +256,6 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert any(self._num_free(number) < num_needed for number in range(len(self.groups)))
             return
         assert admission.num_cached_tokens == expected
-        live = Live(
-            token_ids, namespace, [[] for _ in self.groups], expected, num_committed_blocks=expected // self.block_size
-        )
         self.live[sequence_id] = live
         self._append(live, admission.new_block_ids)
         num_room = len(live.tables[0]) * self.block_size
@@ -297,7 +303,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 assert table[other // self.block_size] >= 0, "it sees a block that was behind the window"
                 entry = self.store.get(self._place(number, table, other))
                 assert entry in (live.entry(other), WRONG), f"token {position} sees {entry} at {other}"
-                seen.add(cast("Entry", entry))
+                seen.add(entry)
         return seen
 
     def _hear(self, failed: list[Failed]) -> None:
@@ -327,7 +333,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                     namespace, prefix = self.prefixes[block_hash]
                     for place in range(self.block_size):
                         length = len(prefix) - self.block_size + place + 1
-                        assert self.store[number, block_id, place] == (namespace, prefix[:length])
+                        assert self.store[number, block_id, place] == (self.num_resets, (namespace, prefix[:length]))
 
     def _first_seen(self, number: int, live: Live) -> int:
         window = self.groups[number].window
@@ -346,12 +352,12 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def _check_live(self, sequence_id: int, live: Live) -> None:
         """What a sequence has committed can be found, as long as it has it."""
-        if live.is_private or self.has_failed:
+        if live.num_resets < self.num_resets or self.has_failed:
             return
         for number, table in enumerate(live.tables):
             for i in range(live.num_committed_blocks):
                 if table[i] >= 0:
-                    prefix = live.entry((i + 1) * self.block_size - 1)
+                    prefix = live.prefix((i + 1) * self.block_size - 1)
                     assert prefix in self.findable[number], f"block {i} of sequence {sequence_id} is not found"
 
     def _num_behind(self, number: int, num_computed: int) -> int:

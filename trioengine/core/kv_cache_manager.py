@@ -58,22 +58,26 @@ class KVCacheStatistics:
 class _Sequence:
     hashes: list[bytes]
     """The root, then those of its full blocks, as far as they were needed."""
-    tables: list[list[int]] = attrs.field(factory=list[list[int]])
+    tables: list[list[int]]
     """By group. All of the same length."""
-    num_blocks: int = 0
-    num_committed_blocks: int = 0
+    num_blocks: int
+    num_committed_blocks: int
     """Blocks at its beginning that were found, or can be found."""
     can_commit: bool = True
-    """Not when its cache holds something that must not be found."""
+    """Not after a reset: what it has must not be found, nor what comes from it."""
 
 
 @attrs.frozen(eq=False)
 class _Refusal:
-    """The hashes of the sequence that was last refused, for it is likely the next to ask again."""
+    """What is known of the sequence that was refused last. It is likely the next to ask again, step after step."""
 
     token_ids: "array[int]"
     namespace: bytes
+    max_new_tokens: int | None
     hashes: list[bytes]
+    num_cached_blocks: int
+    num_needed: Sequence[int]
+    """Free blocks, by group."""
 
 
 class KVCacheManager:
@@ -178,13 +182,12 @@ class KVCacheManager:
         self,
         sequence_id: int,
         token_ids: "array[int]",
-        num_tokens: int,
         *,
         max_new_tokens: int | None = None,
         namespace: bytes = b"",
         use_cached: bool = True,
     ) -> Admission | None:
-        """Give a sequence its first blocks: those that are cached, and others for the rest.
+        """Give a sequence its first blocks: those that are cached, and others for the rest of its tokens.
 
         The longest prefix is used that every group has, of which a windowed one needs only what the window still sees.
         At least one token is left to be computed.
@@ -192,9 +195,9 @@ class KVCacheManager:
         Args:
             sequence_id: not known yet.
             token_ids: all its tokens. Of a sequence that is refused and asks again, the same object.
-            num_tokens: tokens to have room for.
-            max_new_tokens: have room for at most this many more than are cached. None is no limit. Where groups have
-                windows, it is what one step computes: blocks that the window leaves behind need not be had all at once.
+            max_new_tokens: have room for at most this many more than are cached, at least one. None is no limit. Where
+                groups have windows, it is what one step computes: blocks that the window leaves behind need not be had
+                all at once.
             namespace: `cache_namespace` of what else its keys and values depend on.
             use_cached: whether cached blocks may be used.
 
@@ -202,27 +205,31 @@ class KVCacheManager:
             None, and nothing changed, when too few blocks are free.
         """
         assert sequence_id not in self._sequences, f"sequence {sequence_id} is known already"
-        sequence = self._new_sequence(token_ids, namespace)
-        hashes = sequence.hashes
+        refusal = self._refusal
+        hashes = [root_hash(namespace)]
+        if refusal and refusal.token_ids is token_ids and refusal.namespace == namespace:
+            if refusal.max_new_tokens == max_new_tokens and self._must_refuse_again(refusal):
+                return None
+            hashes = refusal.hashes
         is_query = self._is_caching and use_cached
         num_cached_blocks = self._num_cached_blocks(hashes, token_ids) if is_query else 0
         num_cached_tokens = num_cached_blocks * self._block_size
+        num_tokens = len(token_ids)
         if max_new_tokens is not None:
             num_tokens = min(num_tokens, num_cached_tokens + max_new_tokens)
-        num_blocks = max(num_cached_blocks, self.num_blocks_for(num_tokens))
+        num_blocks = self.num_blocks_for(num_tokens)
         needs = [group.need(hashes, num_cached_blocks, num_blocks) for group in self._groups]
-        if None in needs:
-            self._refusal = _Refusal(token_ids, namespace, hashes)
+        num_needed = [need.num_free for need in needs]
+        if self._is_too_much(num_needed):
+            self._refusal = _Refusal(token_ids, namespace, max_new_tokens, hashes, num_cached_blocks, num_needed)
             return None
         self._refusal = None
-        sequence.tables = [group.take(hashes, need) for group, need in zip(self._groups, needs, strict=True) if need]
-        sequence.num_blocks = num_blocks
-        sequence.num_committed_blocks = num_cached_blocks
-        self._sequences[sequence_id] = sequence
+        tables = [group.take(hashes, need) for group, need in zip(self._groups, needs, strict=True)]
+        self._sequences[sequence_id] = _Sequence(hashes, tables, num_blocks, num_committed_blocks=num_cached_blocks)
         if is_query:
             self._num_queried_tokens += len(token_ids)
             self._num_hit_tokens += num_cached_tokens
-        return Admission(num_cached_tokens, _by_block(sequence.tables))
+        return Admission(num_cached_tokens, _by_block(tables))
 
     def allocate(self, sequence_id: int, num_tokens: int, num_computed_tokens: int = 0) -> Sequence[int] | None:
         """The blocks to append to a sequence's table so that it holds this many tokens.
@@ -399,11 +406,15 @@ class KVCacheManager:
                 if found is not None and (i >= sequence.num_committed_blocks or found != sequence.hashes[i + 1]):
                     raise AssertionError(f"Block {block_id} of sequence {sequence_id} is not what it is found as")
 
-    def _new_sequence(self, token_ids: "array[int]", namespace: bytes) -> _Sequence:
-        refusal = self._refusal
-        if refusal and refusal.token_ids is token_ids and refusal.namespace == namespace:
-            return _Sequence(refusal.hashes)
-        return _Sequence([root_hash(namespace)])
+    def _must_refuse_again(self, refusal: _Refusal) -> bool:
+        """Whether there are still fewer blocks than were needed, and none of them has become cached."""
+        hashes, next_block = refusal.hashes, refusal.num_cached_blocks
+        if len(hashes) > next_block + 1 and self._groups[0].has(hashes[next_block + 1]):
+            return False
+        return self._is_too_much(refusal.num_needed)
+
+    def _is_too_much(self, num_needed: Sequence[int]) -> bool:
+        return any(num > group.pool.num_free_blocks for num, group in zip(num_needed, self._groups, strict=True))
 
     def _num_cached_blocks(self, hashes: list[bytes], token_ids: "array[int]") -> int:
         """The longest prefix that all groups have."""
@@ -444,7 +455,7 @@ class KVCacheManager:
     def _forget_derived(
         self, block_hashes: set[bytes], wrong_blocks: set[tuple[int, int]], *, is_planned: bool
     ) -> set[int]:
-        """Forget content and what was computed from it; the sequences that use it, which commit no more.
+        """Forget content and what was computed from it; the sequences that use it.
 
         `wrong_blocks`, of group and block, have this content. Other blocks that have it too are forgotten with them,
         which costs time only, but who uses those is not affected. Where the step that was to make them `is_planned`,
@@ -470,7 +481,6 @@ class KVCacheManager:
                     continue
                 # What comes behind was computed from it, perhaps by this sequence, and others may have only that.
                 wrong_blocks |= _blocks_from(sequence, first)
-                sequence.can_commit = False
                 if sequence_id is not None:
                     affected.add(sequence_id)
             waiting = others

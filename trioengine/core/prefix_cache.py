@@ -54,6 +54,8 @@ class BlockNeed:
     """The cached ones after these; None has to be loaded."""
     num_new: int
     """Blocks to allocate, those to load included."""
+    num_free: int
+    """Free blocks that this takes: the new ones, and the cached ones that nobody holds."""
 
 
 class GroupCache:
@@ -106,15 +108,15 @@ class GroupCache:
             block -= 1
         return num_blocks
 
-    def need(self, hashes: Sequence[bytes], num_cached_blocks: int, num_blocks: int) -> BlockNeed | None:
-        """What it takes to give a sequence so many blocks, the cached ones first; None where there are too few."""
+    def need(self, hashes: Sequence[bytes], num_cached_blocks: int, num_blocks: int) -> BlockNeed:
+        """What it takes to give a sequence so many blocks, the cached ones first."""
         pool = self.pool
         num_behind = self.num_behind(num_cached_blocks * self._block_size)
         found = [pool.find(block_hash) for block_hash in hashes[num_behind + 1 : num_cached_blocks + 1]]
         held_or_kept = [block_id for block_id in found if block_id is not None]
         num_new = num_blocks - num_behind - len(held_or_kept)
         num_kept = sum(not pool.num_holders(block_id) for block_id in held_or_kept)
-        return BlockNeed(num_behind, found, num_new) if num_new + num_kept <= pool.num_free_blocks else None
+        return BlockNeed(num_behind, found, num_new, num_free=num_new + num_kept)
 
     def take(self, hashes: Sequence[bytes], need: BlockNeed) -> list[int]:
         """The block table of a sequence that needs this. Loads are planned."""

@@ -279,7 +279,6 @@ class Scheduler:
                 admission = kv_cache.admit(
                     request.sequence_id,
                     request.token_ids,
-                    len(request.token_ids),
                     max_new_tokens=num_tokens if kv_cache.has_windows else None,
                     namespace=request.namespace,
                     use_cached=not request.has_prompt_logprobs,

@@ -74,7 +74,11 @@ def test_freeing_twice_is_a_bug() -> None:
 def test_a_block_that_nobody_holds_is_found_until_it_is_evicted() -> None:
     """It counts as free all the time, and can be held again."""
     evicted: list[tuple[int, bytes, bytes]] = []
-    pool = BlockPool(2, on_evict=lambda *block: evicted.append(block))
+
+    def on_evict(block_id: int, block_hash: bytes, parent_hash: bytes) -> None:
+        evicted.append((block_id, block_hash, parent_hash))
+
+    pool = BlockPool(2, on_evict)
     [block] = held_and_findable(pool, b"a")
     pool.free([block])
     assert pool.num_free_blocks == 2

@@ -266,7 +266,7 @@ def test_an_operation_that_fails_is_a_reply() -> None:
     """The caller gets the error; the core goes on."""
     driver = CoreDriver()
     assert driver.core.handle(0, CallRequest(3, CheckIntegrity())) == Reply(3, b"\xc0")
-    driver.core.kv_cache.admit(99, array("i", [1]), 4)
+    driver.core.kv_cache.admit(99, array("i", [1]))
     reply = driver.core.handle(0, CallRequest(4, CheckIntegrity()))
     assert isinstance(reply, Reply)
     assert reply.call_id == 4

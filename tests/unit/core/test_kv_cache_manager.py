@@ -33,7 +33,7 @@ def tokens(*parts: Iterable[int]) -> "array[int]":
 
 def run(kv_cache: KVCacheManager, sequence_id: int, token_ids: "array[int]", namespace: bytes = b"") -> Admission:
     """A sequence that is admitted and computed in one step, and goes on to hold its blocks."""
-    admission = kv_cache.admit(sequence_id, token_ids, len(token_ids), namespace=namespace)
+    admission = kv_cache.admit(sequence_id, token_ids, namespace=namespace)
     assert admission is not None
     kv_cache.commit(sequence_id, token_ids, len(token_ids))
     kv_cache.take_copies()
@@ -64,7 +64,7 @@ def test_a_block_begun_is_a_block(num_tokens: int, num_blocks: int) -> None:
 def test_allocate_returns_only_what_is_new() -> None:
     """The caller appends it to the table it knows."""
     kv_cache = make_kv_cache()
-    assert kv_cache.admit(7, tokens(A, [1]), 5) == Admission(0, [0, 1])
+    assert kv_cache.admit(7, tokens(A, [1])) == Admission(0, [0, 1])
     assert list(kv_cache.allocate(7, 8) or ()) == []
     assert kv_cache.allocate(7, 9) == [2]
     assert list(kv_cache.allocate(7, 1) or ()) == []
@@ -76,9 +76,9 @@ def test_allocate_returns_only_what_is_new() -> None:
 def test_a_no_changes_nothing() -> None:
     """A sequence without room is not known, and one that had blocks keeps them."""
     kv_cache = make_kv_cache(2)
-    assert kv_cache.admit(1, tokens(A), 4) == Admission(0, [0])
+    assert kv_cache.admit(1, tokens(A)) == Admission(0, [0])
     statistics = kv_cache.statistics
-    assert kv_cache.admit(2, tokens(B, C), 8) is None
+    assert kv_cache.admit(2, tokens(B, C)) is None
     assert kv_cache.allocate(1, 12) is None
     assert kv_cache.sequence_ids == {1}
     assert kv_cache.num_free_blocks == 1
@@ -99,12 +99,12 @@ def test_without_caching_nothing_is_found_and_the_last_block_is_used_first() -> 
 def test_groups_have_their_blocks_side_by_side() -> None:
     """Block after block, as a plan has them; and all of them or none."""
     kv_cache = make_kv_cache(8, KVCacheGroup(4))
-    kv_cache.admit(1, tokens([1]), 1)
+    kv_cache.admit(1, tokens([1]))
     kv_cache.allocate(1, 5)
     assert kv_cache.block_tables(1) == [[0, 1], [0, 1]]
-    assert kv_cache.admit(2, tokens(A, [1]), 5) == Admission(0, [2, 2, 3, 3])
+    assert kv_cache.admit(2, tokens(A, [1])) == Admission(0, [2, 2, 3, 3])
     assert kv_cache.allocate(1, 9) is None
-    assert kv_cache.admit(3, tokens([1]), 1) is None
+    assert kv_cache.admit(3, tokens([1])) is None
     assert (kv_cache.num_blocks, kv_cache.num_free_blocks, kv_cache.usage) == (12, 4, 1.0)
     kv_cache.free(2)
     assert kv_cache.allocate(1, 9) == [2, 2]
@@ -140,7 +140,7 @@ def test_sequences_that_arrive_together_compute_their_prefix_once() -> None:
     kv_cache = make_kv_cache(16)
     for sequence_id in range(8):
         token_ids = tokens(A, B, [sequence_id])
-        admission = kv_cache.admit(sequence_id, token_ids, len(token_ids))
+        admission = kv_cache.admit(sequence_id, token_ids)
         kv_cache.commit(sequence_id, token_ids, len(token_ids))
         assert admission == Admission(8 if sequence_id else 0, [0, 1, 2 + sequence_id])
     kv_cache.check_integrity()
@@ -153,10 +153,10 @@ def test_only_what_was_committed_is_found() -> None:
     """A long prompt in parts is found as far as it is computed."""
     kv_cache = make_kv_cache()
     token_ids = tokens(A, B, C, [1])
-    kv_cache.admit(1, token_ids, len(token_ids))
+    kv_cache.admit(1, token_ids)
     for num_tokens, num_cached in ((3, 0), (7, 4), (12, 12)):
         kv_cache.commit(1, token_ids, num_tokens)
-        admission = kv_cache.admit(2, token_ids, len(token_ids))
+        admission = kv_cache.admit(2, token_ids)
         assert admission is not None
         assert admission.num_cached_tokens == num_cached
         kv_cache.free(2)
@@ -199,7 +199,7 @@ def test_a_sequence_may_want_to_compute_everything() -> None:
     run(kv_cache, 1, tokens(A, B, [1]))
     statistics = kv_cache.statistics
     token_ids = tokens(A, B, [2])
-    assert kv_cache.admit(2, token_ids, 9, use_cached=False) == Admission(0, [3, 4, 5])
+    assert kv_cache.admit(2, token_ids, use_cached=False) == Admission(0, [3, 4, 5])
     kv_cache.commit(2, token_ids, 9)
     kv_cache.check_integrity()
     assert kv_cache.statistics == statistics
@@ -217,21 +217,37 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     token_ids = tokens(A, B, [1, 2])
     run(kv_cache, 1, token_ids)
     kv_cache.free(1)
-    assert kv_cache.admit(1, token_ids, len(token_ids)) == Admission(8, [0, 1, 2])
+    assert kv_cache.admit(1, token_ids) == Admission(8, [0, 1, 2])
 
 
 def test_a_refused_sequence_is_admitted_as_it_is_by_then() -> None:
-    """What is remembered of it does not go stale: its tokens have grown, others have its prefix, or have another."""
+    """What is remembered of it does not go stale: its tokens have grown, or it asks for another namespace."""
     kv_cache = make_kv_cache(6)
     run(kv_cache, 1, tokens(A, B, C, D, [1]))
-    token_ids = tokens(A, B)
-    assert kv_cache.admit(2, token_ids, 16) is None
-    token_ids += tokens(C, [9])
+    token_ids = tokens(A, B, C, [9] * 5)
+    assert kv_cache.admit(2, token_ids) is None
+    token_ids.append(9)
     kv_cache.free(1)
-    assert kv_cache.admit(2, token_ids, len(token_ids)) == Admission(12, [0, 1, 2, 4])
+    assert kv_cache.admit(2, token_ids) == Admission(12, [0, 1, 2, 4, 5])
     kv_cache.free(2)
-    assert kv_cache.admit(3, token_ids, 99) is None
-    assert kv_cache.admit(3, token_ids, 13, namespace=cache_namespace("salt")) == Admission(0, [4, 5, 3, 2])
+    run(kv_cache, 3, tokens(A, [3], B))
+    assert kv_cache.admit(4, token_ids) is None
+    kv_cache.free(3)
+    admission = kv_cache.admit(4, token_ids, namespace=cache_namespace("salt"))
+    assert admission is not None
+    assert admission.num_cached_tokens == 0
+
+
+def test_a_refused_sequence_is_admitted_when_others_have_computed_its_prefix() -> None:
+    """It needs fewer blocks then, though no more are free."""
+    kv_cache = make_kv_cache(5)
+    other, token_ids = tokens(A, B, [1]), tokens(A, B, [2])
+    kv_cache.admit(1, other)
+    assert kv_cache.admit(2, token_ids) is None
+    assert kv_cache.admit(2, token_ids) is None
+    kv_cache.commit(1, other, 4)
+    kv_cache.take_copies()
+    assert kv_cache.admit(2, token_ids) == Admission(4, [0, 3, 4])
 
 
 def test_room_may_be_given_for_one_step() -> None:
@@ -239,7 +255,7 @@ def test_room_may_be_given_for_one_step() -> None:
     kv_cache = make_kv_cache()
     compute(kv_cache, 1, tokens(A, [1]))
     token_ids = tokens(A, B, C)
-    admission = kv_cache.admit(2, token_ids, len(token_ids), max_new_tokens=2)
+    admission = kv_cache.admit(2, token_ids, max_new_tokens=2)
     assert admission == Admission(4, [0, 1])
     assert kv_cache.allocate(2, 8, 6) == ()
     assert kv_cache.allocate(2, 10, 8) == [2]
@@ -283,7 +299,7 @@ def test_a_sequence_does_not_evict_what_it_uses() -> None:
     compute(kv_cache, 1, tokens(A, B, [1]))
     assert run(kv_cache, 2, tokens(A, B, C, D)) == Admission(8, [0, 1, 2, 3])
     kv_cache.free(2)
-    assert kv_cache.admit(3, tokens(A, B, C, D, [1]), 17) is None
+    assert kv_cache.admit(3, tokens(A, B, C, D, [1])) is None
     kv_cache.check_integrity()
 
 
@@ -299,7 +315,7 @@ def test_blocks_behind_the_window_are_free() -> None:
     """As the sequence goes on; not one that the next token still sees."""
     kv_cache = windowed()
     assert kv_cache.has_windows
-    kv_cache.admit(1, tokens(A, B, C), 12)
+    kv_cache.admit(1, tokens(A, B, C))
     for num_computed, table in ((7, [0, 1, 2]), (8, [-1, 1, 2]), (11, [-1, 1, 2]), (12, [-1, -1, 2])):
         kv_cache.allocate(1, 12, num_computed)  # Token 8 sees 4 to 8, token 11 sees 7, token 12 sees 8.
         assert kv_cache.block_tables(1) == [[0, 1, 2], table]
@@ -310,7 +326,7 @@ def test_blocks_behind_the_window_are_free() -> None:
 def test_a_long_answer_needs_few_blocks_of_a_windowed_group() -> None:
     """They are used again and again."""
     kv_cache = KVCacheManager([KVCacheGroup(30), KVCacheGroup(3, window=5)], BLOCK_SIZE)
-    kv_cache.admit(1, tokens([1]), 1)
+    kv_cache.admit(1, tokens([1]))
     for num_computed in range(1, 100):
         assert kv_cache.allocate(1, num_computed + 1, num_computed) is not None
     kv_cache.check_integrity()
@@ -321,13 +337,13 @@ def test_a_hit_needs_only_what_the_window_still_sees() -> None:
     """The rest of a windowed group's table is behind it from the start."""
     kv_cache = windowed()
     token_ids = tokens(A, B, C, [1])
-    kv_cache.admit(1, token_ids, 4)
+    kv_cache.admit(1, token_ids, max_new_tokens=4)
     for begin in range(0, 12, 4):
         kv_cache.allocate(1, begin + 5, begin)
         kv_cache.commit(1, token_ids, begin + 4)
         kv_cache.take_copies()
     assert kv_cache.block_tables(1) == [[0, 1, 2, 3], [-1, 1, 2, 3]]
-    admission = kv_cache.admit(2, token_ids, 13)
+    admission = kv_cache.admit(2, token_ids)
     assert admission == Admission(12, [0, -1, 1, -1, 2, 2, 4, 4])
     kv_cache.check_integrity()
 
@@ -336,7 +352,7 @@ def test_a_prefix_is_found_as_far_as_all_groups_have_it() -> None:
     """Shorter ones may be lost to a windowed group while longer ones are there."""
     kv_cache = windowed(num_windowed=3)
     token_ids = tokens(A, B, C, D, [1])
-    kv_cache.admit(1, token_ids, 4)
+    kv_cache.admit(1, token_ids, max_new_tokens=4)
     for begin in range(0, 16, 4):
         kv_cache.allocate(1, begin + 5, begin)
         kv_cache.commit(1, token_ids, begin + 4)
@@ -365,7 +381,7 @@ def test_a_sequence_that_fits_alone_runs_to_its_end() -> None:
         kv_cache = windowed(num_whole=10, num_windowed=4)
         assert kv_cache.fits_alone(40, step)
         token_ids = tokens(range(40))
-        assert kv_cache.admit(1, token_ids, 40, max_new_tokens=step) is not None
+        assert kv_cache.admit(1, token_ids, max_new_tokens=step) is not None
         for begin in range(0, 40, step):
             end = min(40, begin + step)
             assert kv_cache.allocate(1, end, begin) is not None
@@ -379,7 +395,7 @@ def test_a_sequence_that_fits_alone_runs_to_its_end() -> None:
 
 def admit_in_step(kv_cache: KVCacheManager, sequence_id: int, token_ids: "array[int]") -> int:
     """Admit and commit a sequence without ending the step; how many of its tokens were cached."""
-    admission = kv_cache.admit(sequence_id, token_ids, len(token_ids))
+    admission = kv_cache.admit(sequence_id, token_ids)
     assert admission is not None
     kv_cache.commit(sequence_id, token_ids, len(token_ids))
     return admission.num_cached_tokens
@@ -445,7 +461,7 @@ def test_who_used_blocks_of_a_failed_step_is_named() -> None:
     run(kv_cache, 1, tokens(A, [1]))
     run(kv_cache, 2, tokens(A, [2]))
     admit_in_step(kv_cache, 3, token_ids)
-    assert kv_cache.admit(4, tokens(A, B, [4]), 9, use_cached=False) is not None
+    assert kv_cache.admit(4, tokens(A, B, [4]), use_cached=False) is not None
     kv_cache.commit(4, tokens(A, B, [4]), 9)
     assert admit_in_step(kv_cache, 5, tokens(A, B, C, [5])) == 8
     assert admit_in_step(kv_cache, 6, tokens(A, B, C, [6])) == 12
@@ -455,23 +471,6 @@ def test_who_used_blocks_of_a_failed_step_is_named() -> None:
     kv_cache.free(6)
     kv_cache.check_integrity()
     assert compute(kv_cache, 7, tokens(A, B, C, [7])) == 0
-
-
-def test_who_is_affected_makes_nothing_findable_any_more() -> None:
-    """Until it is freed and admitted again."""
-    kv_cache = make_kv_cache(20)
-    admit_in_step(kv_cache, 1, tokens(A, [1]))
-    token_ids = tokens(A, B, [2])
-    admit_in_step(kv_cache, 2, token_ids)
-    kv_cache.take_copies()
-    assert kv_cache.free_failed(1, 0) == {2}
-    token_ids.extend(C)
-    kv_cache.allocate(2, len(token_ids))
-    kv_cache.commit(2, token_ids, len(token_ids))
-    kv_cache.take_copies()
-    kv_cache.free(2)
-    assert compute(kv_cache, 3, token_ids) == 0
-    assert compute(kv_cache, 4, token_ids) == 12
 
 
 def test_a_failure_that_is_heard_late_finds_what_is_freed() -> None:
@@ -488,6 +487,50 @@ def test_a_failure_that_is_heard_late_finds_what_is_freed() -> None:
     kv_cache.free(3)
     kv_cache.check_integrity()
     assert compute(kv_cache, 4, tokens(A, B, [4])) == 0
+
+
+def only_windowed() -> KVCacheManager:
+    """One group, whose tokens see themselves and four others."""
+    return KVCacheManager([KVCacheGroup(30, window=5)], BLOCK_SIZE, enable_prefix_caching=True)
+
+
+def test_who_has_only_what_was_computed_from_a_failure_is_named() -> None:
+    """The failed blocks themselves may be behind its window from the start."""
+    kv_cache = only_windowed()
+    admit_in_step(kv_cache, 1, tokens(A, [1]))
+    admit_in_step(kv_cache, 2, tokens(A, B, C, D, [2]))
+    assert admit_in_step(kv_cache, 3, tokens(A, B, C, D, [3])) == 16
+    assert kv_cache.block_tables(3)[0][:3] == [-1, -1, -1]
+    assert kv_cache.free_withdrawn(1, 0) == {2, 3}
+
+
+def test_who_has_left_a_failed_block_behind_since_is_named() -> None:
+    """When the failure is heard a step late."""
+    kv_cache = only_windowed()
+    admit_in_step(kv_cache, 1, tokens(A, [1]))
+    admit_in_step(kv_cache, 2, tokens(A, B, C, D))
+    admit_in_step(kv_cache, 3, tokens(D, B, C))
+    kv_cache.take_copies()
+    kv_cache.allocate(2, 17, 16)
+    kv_cache.take_copies()
+    assert kv_cache.block_tables(2)[0][:3] == [-1, -1, -1]
+    assert kv_cache.free_failed(1, 0) == {2}
+
+
+def test_who_used_what_was_computed_from_a_failure_and_freed_is_named() -> None:
+    """Though it has a block of its own in the place of the failed one: another had computed the same."""
+    kv_cache = make_kv_cache(20)
+    admit_in_step(kv_cache, 1, tokens(A, [1]))
+    kv_cache.admit(2, tokens(A, [2]), use_cached=False)
+    kv_cache.commit(2, tokens(A, [2]), 4)
+    admit_in_step(kv_cache, 3, tokens(A, B, [3]))
+    kv_cache.take_copies()
+    kv_cache.free(1)
+    kv_cache.free(3)
+    assert admit_in_step(kv_cache, 4, tokens(A, B, [4])) == 8
+    assert kv_cache.block_tables(4)[0][0] == kv_cache.block_tables(2)[0][0]
+    kv_cache.take_copies()
+    assert kv_cache.free_failed(1, 0) == {4}
 
 
 # Reset
@@ -517,8 +560,9 @@ def test_what_a_running_sequence_has_is_forgotten_too() -> None:
     kv_cache.check_integrity()
     assert run(kv_cache, 2, tokens(A, [2])) == Admission(0, [4, 5])
     kv_cache.free(1)
-    assert compute(kv_cache, 3, tokens(A, B, C)) == 4
-    assert compute(kv_cache, 4, tokens(A, B, C)) == 8
+    assert compute(kv_cache, 3, tokens(A, B, [1])) == 4
+    assert compute(kv_cache, 4, tokens(token_ids, [4])) == 8
+    assert compute(kv_cache, 5, tokens(token_ids, [5])) == 12
 
 
 # Offload
@@ -560,7 +604,7 @@ def test_an_evicted_block_is_saved_and_loaded_again() -> None:
 def test_a_block_is_saved_and_loaded_in_one_step() -> None:
     """Saves come first, so what is evicted for one sequence is there for the next."""
     kv_cache = make_kv_cache(5, num_offload_blocks=2)
-    kv_cache.admit(9, tokens([9] * 5), 5)
+    kv_cache.admit(9, tokens([9] * 5))
     compute(kv_cache, 1, tokens(A, [1]))
     assert admit_in_step(kv_cache, 2, tokens(B, C, [2])) == 0
     kv_cache.free(9)
@@ -614,7 +658,7 @@ def test_a_load_for_a_sequence_that_left_the_step_is_harmless() -> None:
     kv_cache = two_blocks()
     compute(kv_cache, 1, tokens(A, [1]))
     compute(kv_cache, 2, tokens(B, [1]))
-    assert kv_cache.admit(3, tokens(A, [1]), 5) is not None
+    assert kv_cache.admit(3, tokens(A, [1])) is not None
     assert kv_cache.free_withdrawn(3, 4) == set()
     assert admit_in_step(kv_cache, 4, tokens(C, [1])) == 0
     _, loads = copies(kv_cache)
@@ -667,8 +711,8 @@ def test_events_are_recorded_only_when_asked_for() -> None:
 def test_check_integrity_finds_a_block_in_two_tables() -> None:
     """A block that two tables name must be held twice."""
     kv_cache = make_kv_cache(3)
-    kv_cache.admit(1, tokens(A), 4)
-    kv_cache.admit(2, tokens(B), 4)
+    kv_cache.admit(1, tokens(A))
+    kv_cache.admit(2, tokens(B))
     kv_cache.check_integrity()
     kv_cache._sequences[2].tables[0][0] = 0  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(AssertionError, match=r"\[0, 1\]"):
