@@ -270,17 +270,21 @@ def test_drafts_that_were_not_used_leave_no_trace(change: Callable[[Sequence[int
     assert known.answer == without_drafts(prompt_of(9), len(known.answer), RANDOM)
 
 
-def test_drafts_that_turned_out_wrong_leave_no_trace() -> None:
-    """A grammar that the draft model does not know allows another token: it goes on from that one."""
+@pytest.mark.parametrize("num_resting", [0, 1, 3])
+def test_drafts_that_turned_out_wrong_leave_no_trace(num_resting: int) -> None:
+    """A grammar that the draft model does not know allows another token: it goes on from that one, also later."""
     session = Session()
     known = session.add(0, prompt_of(9), GREEDY)
     session.run(3)
     other = (known.drafts[0] + 1) % MODEL.config.vocab_size
     before = session.num_accepted
+    session.num_wanted = 0 if num_resting else NUM_DRAFTS
     session.step(only_token=other)
-    assert known.token_ids[-1] == other
+    session.run(num_resting)
+    assert known.answer[-1 - num_resting] == other
     assert session.num_accepted == before
-    session.run(3)
+    session.num_wanted = NUM_DRAFTS
+    session.run(4 if num_resting else 3)
     assert session.num_accepted == before + 3 * NUM_DRAFTS
 
 
