@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -122,6 +124,11 @@ def test_nothing_is_loaded_before_the_first_grammar(make_structured: Callable[..
     structured.ready(regex="a")
     structured.ready(regex="b")
     assert structured.num_loads == 1
+
+
+def test_a_core_starts_without_the_compiler_of_grammars() -> None:
+    program = "import sys, trioengine.core.engine_core as _; sys.exit('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", program], timeout=PATIENCE_S * 2).returncode == 0
 
 
 def test_a_form_compiles_once(make_structured: Callable[..., Structured]) -> None:

@@ -28,7 +28,8 @@ ESCAPES = 'nrbtf\\"'
 cannot be a named one in disguise."""
 
 _JSON_SPACE = r"[ \t\n\r]*"
-_IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:)", re.MULTILINE)
+_IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:=))", re.MULTILINE)
+_NUMBERED = re.compile(r"\\\\|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 _SOURCE_LINE = re.compile(r"\s+\d+ \| ")
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 
@@ -232,13 +233,21 @@ def _user_grammar(grammar: str) -> str:
     if _IS_LARK.search(grammar):
         return grammar
     try:
-        return gbnf_to_lark(grammar)
+        return gbnf_to_lark(_NUMBERED.sub(_character, grammar))
     except Exception as error:  # The converter raises `Exception` itself for what is wrong with the grammar.
         words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
         raise RequestError(
             f"{PARAM}.grammar is neither Lark (a rule `start: ...`) nor EBNF (a rule `root ::= ...`): {words}.",
             param=f"{PARAM}.grammar",
         ) from None
+
+
+def _character(match: re.Match[str]) -> str:
+    """An escape by number as the converter of EBNF reads it rightly."""
+    number = int(match[1] or match[2] or "0", 16)
+    if match[0] == r"\\" or number > 0x10FFFF:
+        return match[0]
+    return chr(number) if number > 0x7F else f"\\x{number:02x}"
 
 
 def _escaped(text: str) -> str:

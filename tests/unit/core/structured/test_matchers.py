@@ -147,6 +147,11 @@ def test_what_is_wrong_with_another_form_is_named(form: Any, message: str, compi
         ({"choice": CHOICES}, list(CHOICES), ["n", "", "yesno"]),
         ({"grammar": 'start: "a" b?\nb: "b" start | /[0-9]+/'}, ["a", "ab" + "a12", "a7"], ["b", "ab"]),
         ({"grammar": 'root ::= "a" b? \nb ::= "b" root | [0-9]+ # c\n'}, ["a", "aba12", "a7"], ["b", "ab"]),
+        (
+            {"grammar": 'root ::= other\nother ::= "\\u00e9" [\\u0041\\x42] "\\\\u0041"'},
+            ["éA\\u0041", "éB\\u0041"],
+            ["éAA"],
+        ),
         ({"json_object": True}, ['{"a": [1, {"b": null}]}', "{}", '{\n  "a": 1\n}'], ["[]", "1", '{"a":  1}', "{} "]),
         ({"json_object": True, "whitespace_pattern": ""}, ['{"a":1}'], ['{"a": 1}']),
         ({"json": {"type": "object"}, "whitespace_pattern": "[ \n]?"}, ['{"a": 1}', '{\n"a":1}'], ['{"a":  1}']),
