@@ -36,7 +36,7 @@ SECONDS_WEIGHT = 0.1
 """Of the newest step in the running average of its kind."""
 MIN_GAIN = 1.05
 """Times vary by more than a few percent, and the best of several numbers of drafts is the one that had luck: what seems
-to gain less is left out. Simulated with the times of a small model and 30 % noise, no load loses more than 4 %."""
+to gain less is left out."""
 MAX_EXACT_TOKENS = 64
 """Steps up to this size are told apart by each token: kernels work on several rows at once, so that one more may cost
 nothing or much. Above, sizes within an eighth are one kind."""
