@@ -1,35 +1,18 @@
-"""Packed weights hold the numbers that they were made of; the layout is read here from its description in src/te.h."""
+"""Packed weights hold the numbers that they were made of; the layout is read from its description in src/te.h."""
 
 import numpy as np
 import pytest
 from trioengine_kernels.native.tiles import (
     TileKind,
-    WeightTiles,
     pack_block_pieces,
     pack_float,
     pack_float_pieces,
     pack_ggml,
 )
 
+from trioengine.testing.native import tile_fields
+
 BLOCK_BYTES = {TileKind.INT4: 20, TileKind.INT8: 34, TileKind.INT8_AFFINE: 36}
-
-
-def unpack(tiles: WeightTiles) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [rows, columns], scales and minimums [rows, groups]."""
-    groups, rows = tiles.num_groups, tiles.rows
-    strips = -(-rows // 8)
-    parts = tiles.data.reshape(strips, groups, -1)
-    scales = parts[:, :, :16].view("<f2").transpose(0, 2, 1).reshape(-1, groups)
-    head = 16 if tiles.kind is TileKind.INT8 else 32
-    mins = np.zeros_like(scales)
-    if head == 32:
-        mins = parts[:, :, 16:32].view("<f2").transpose(0, 2, 1).reshape(-1, groups)
-    body = parts[:, :, head:].reshape(strips, groups, -1, 8, 4)  # [.., column / 4, row, column % 4]
-    if tiles.kind is TileKind.INT4:
-        body = np.concatenate((body & 15, body >> 4), axis=2)
-    codes = body.transpose(0, 3, 1, 2, 4).reshape(strips * 8, groups * 32).astype(np.int32)
-    codes -= 0 if tiles.kind is TileKind.INT4 else 128
-    return codes[:rows, : tiles.columns], scales[:rows], mins[:rows]
 
 
 def blocks_of(kind: TileKind, codes: np.ndarray, scales: np.ndarray, mins: np.ndarray) -> np.ndarray:
@@ -57,7 +40,7 @@ def test_blocks_keep_every_code_scale_and_minimum(library, pool, kind):
     assert blocks.shape == (rows, BLOCK_BYTES[kind] * columns // 32)
     pieces = (blocks[first : first + 16] for first in range(0, rows, 16))
     tiles = pack_block_pieces(library, pieces, rows, columns, kind, pool=pool)
-    for found, expected in zip(unpack(tiles), (codes, scales, mins), strict=True):
+    for found, expected in zip(tile_fields(tiles), (codes, scales, mins), strict=True):
         assert np.array_equal(found, expected)
 
 
@@ -76,7 +59,7 @@ def test_floats_are_rounded_to_the_nearest_code(library, pool, kind, type_name, 
     values[3] = 0
     raw[3] = 0
     tiles = pack_ggml(library, type_name, raw.reshape(-1).view(np.uint8), 19, columns, kind=kind, pool=pool)
-    codes, scales, mins = unpack(tiles)
+    codes, scales, mins = tile_fields(tiles)
     scale = np.repeat(scales.astype(np.float32), 32, axis=1)[:, :columns]
     minimum = np.repeat(mins.astype(np.float32), 32, axis=1)[:, :columns]
     assert np.all(np.abs(codes * scale + minimum - values) <= scale * 0.502)
@@ -87,7 +70,7 @@ def test_numbers_that_are_not_finite_spoil_their_own_group_alone(library):
     values = np.ones((2, 96), np.float32)
     values[0, 40], values[1, 70] = np.nan, np.inf
     for kind in (TileKind.INT8, TileKind.INT4):
-        _, scales, _ = unpack(pack_float(library, values, kind))
+        _, scales, _ = tile_fields(pack_float(library, values, kind))
         assert np.array_equal(np.isnan(scales), [[False, True, False], [False, False, True]])
 
 

@@ -173,7 +173,6 @@ def config_from_folder(folder: Path) -> ModelConfig:
     if name not in FOLDER_ARCHITECTURES:
         raise facts.unsupported_architecture(name, FOLDER_ARCHITECTURES)
     architecture = FOLDER_ARCHITECTURES[name]
-    facts.refuse("quantization_config", "quantized safetensors")
     facts.refuse("mlp_bias", "a bias in the MLP")
     if facts.text("hidden_act", "silu") != "silu":
         raise facts.error("hidden_act must be 'silu'")

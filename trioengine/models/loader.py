@@ -5,7 +5,7 @@ in which form a backend wants the weights (`WeightMaker`), or what the decoder d
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from trioengine.checkpoint.dequantize import dequantize
 from trioengine.checkpoint.gguf import GGMLType, GGUFFile, GGUFTensor, open_gguf
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.checkpoint.quantized import PackedMatrix, open_packed, read_weight_format
 from trioengine.checkpoint.safetensors import TensorDType, TensorView, open_safetensors
 from trioengine.errors import CheckpointError
 from trioengine.models.config import GGUF_ARCHITECTURES, Architecture, ModelConfig, config_from_folder, config_from_gguf
@@ -54,11 +55,20 @@ class StoredMatrix:
         rows = self.rows[first:end]
         return dequantize(GGUFTensor(self.name, self.kind, (len(rows), self.num_columns), rows.reshape(-1)))
 
+    @property
+    def num_rows(self) -> int:
+        """Outputs."""
+        return len(self.rows)
+
+
+MatrixPart: TypeAlias = StoredMatrix | PackedMatrix
+"""A matrix of a checkpoint. All kinds have `name`, `num_rows`, `num_columns` and `floats(first, end)`."""
+
 
 class WeightMaker(Protocol[MatrixT_co, VectorT_co]):
     """Brings weights into the form in which a backend computes with them."""
 
-    def matrix(self, parts: Sequence[StoredMatrix]) -> MatrixT_co:
+    def matrix(self, parts: Sequence[MatrixPart]) -> MatrixT_co:
         """One matrix of these, one below the other. They have the same columns, and may be of different kinds."""
         ...
 
@@ -225,15 +235,20 @@ class _Source:
         shapes: Mapping[str, tuple[int, ...]],
         read: Callable[[str], GGUFTensor],
         *,
+        packed: Mapping[str, PackedMatrix] | None = None,
+        optional: Collection[str] = (),
         has_interleaved_heads: bool = False,
     ) -> None:
+        """`shapes` and `read` are of tensors that are no packed matrices; those that are optional need not be read."""
         self.path = path
         self.names = names
         self.has_interleaved_heads = has_interleaved_heads
         """The rows of query and key projections are ordered for rope on neighbours, as llama.cpp wants them."""
-        self._shapes = shapes
+        self._packed = packed or {}
+        packed_shapes = {name: (matrix.num_rows, matrix.num_columns) for name, matrix in self._packed.items()}
+        self._shapes = {**shapes, **packed_shapes}
         self._read = read
-        self._unread = set(shapes)
+        self._unread = set(self._shapes).difference(optional)
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -247,12 +262,18 @@ class _Source:
                 f"but the configuration needs {list(shape)}"
             )
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> StoredMatrix:
+    def matrix(self, name: str, shape: tuple[int, int]) -> MatrixPart:
+        if (packed := self._packed.get(name)) is not None:
+            self.check_shape(name, shape)
+            self._unread.discard(name)
+            return packed
         tensor = self._tensor(name, shape)
         num_rows, num_columns = shape
         return StoredMatrix(name, tensor.ggml_type, tensor.data.reshape(num_rows, -1), num_columns)
 
     def vector(self, name: str, size: int) -> Floats:
+        if name in self._packed:
+            raise self.error(f"the tensor {name!r} is a packed matrix, but the configuration needs a vector")
         return dequantize(self._tensor(name, (size,)))
 
     def ignore(self, name: str) -> None:
@@ -287,11 +308,17 @@ def _gguf_source(file: GGUFFile) -> _Source:
 
 def _folder_source(folder: Path) -> _Source:
     tensors = open_safetensors(folder)
+    packed, optional = None, frozenset[str]()
+    if (weight_format := read_weight_format(folder)) is not None:
+        found = open_packed(weight_format, tensors)
+        tensors, packed, optional = found.others, found.matrices, found.optional
     return _Source(
         folder,
         _FOLDER_NAMES,
         {name: tensor.shape for name, tensor in tensors.items()},
         lambda name: _as_ggml(folder, tensors[name]),
+        packed=packed,
+        optional=optional,
     )
 
 
@@ -356,7 +383,7 @@ def _load_layer(
             source.check_shape(name, shape)
         parts = [source.matrix(name, shape) for name, shape in shapes.items()]
         if names.query in num_rows and source.has_interleaved_heads:
-            parts[:2] = [attrs.evolve(part, rows=_separate_halves(part.rows, config.head_dim)) for part in parts[:2]]
+            parts[:2] = [_with_separate_halves(part, config.head_dim) for part in parts[:2]]
         return maker.matrix(parts)
 
     def vector(name: str, size: int) -> VectorT:
@@ -381,6 +408,11 @@ def _load_layer(
         gate_up=matrix({names.gate: inner, names.up: inner}, hidden),
         down=matrix({names.down: hidden}, inner),
     )
+
+
+def _with_separate_halves(part: MatrixPart, head_dim: int) -> MatrixPart:
+    assert isinstance(part, StoredMatrix), "only GGUF files have interleaved heads"
+    return attrs.evolve(part, rows=_separate_halves(part.rows, head_dim))
 
 
 def _separate_halves(rows: NDArray[NumberT], head_dim: int) -> NDArray[NumberT]:

@@ -1,11 +1,12 @@
 # pyright: basic
 """The decoder's operations as a program of the native CPU kernels, and weights as their tiles.
 
-A program is recorded once and computes any step. Quantized tensors of GGUF files stay as they are, in another order.
+A program is recorded once and computes any step. Weights that their files have quantized stay as they are, in another
+order, where tiles can hold them.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -13,12 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.program import Buffer, Program, ProgramBuilder
-from trioengine_kernels.native.tiles import GGML_TYPE_NAMES, TileKind, WeightTiles, pack_float_pieces, pack_ggml
+from trioengine_kernels.native.tiles import (
+    GGML_TYPE_NAMES,
+    TileKind,
+    WeightTiles,
+    pack_block_pieces,
+    pack_float_pieces,
+    pack_ggml,
+)
 
 from trioengine.checkpoint.gguf import GGMLType
+from trioengine.checkpoint.quantized import QuantizedMatrix, ScaledMatrix
 from trioengine.config.engine import Quantization
 from trioengine.models.decoder import AttentionShape
-from trioengine.models.loader import Checkpoint, Floats, LoadedModel, ReportFraction, StoredMatrix, load_model
+from trioengine.models.loader import (
+    Checkpoint,
+    Floats,
+    LoadedModel,
+    MatrixPart,
+    ReportFraction,
+    StoredMatrix,
+    load_model,
+)
 
 NativeMatrix: TypeAlias = Sequence[WeightTiles]
 """One matrix or several, one below the other: parts of one type are one."""
@@ -33,6 +50,8 @@ _PIECE_VALUES = 1 << 22
 """Numbers that are floats at a time, on the way from a type that cannot be packed as it is: 16 MiB."""
 _STRIP_ROWS = 16
 """Rows of a piece are a multiple, as `pack_float_pieces` needs."""
+_MIDDLE_OF_8_BITS = 128
+"""The code that stands for 0 where there are no zero points."""
 
 
 def load_native_model(
@@ -62,40 +81,127 @@ class NativeWeights:
         self._pool = pool
         self._float_kind = None if quantization is None else _TILE_KINDS[quantization]
 
-    def matrix(self, parts: Sequence[StoredMatrix]) -> NativeMatrix:
+    def matrix(self, parts: Sequence[MatrixPart]) -> NativeMatrix:
         """The parts, one below the other."""
-        by_kind = [list(equals) for _, equals in itertools.groupby(parts, key=lambda part: part.kind)]
-        return [self._pack(equals) if _is_known(equals[0]) else self._pack_floats(equals) for equals in by_kind]
+        tiles: list[WeightTiles] = []
+        for layout, equals in itertools.groupby(parts, key=self._layout):
+            tiles += self._pack(layout, list(equals))
+        return tiles
 
     def vector(self, values: Floats) -> Floats:
         """The same numbers."""
         return values
 
-    def _pack(self, parts: Sequence[StoredMatrix]) -> WeightTiles:
-        """Parts of one type that the kernels know."""
-        part = _joined(parts)
-        kind = self._kind_of_floats(part) if part.kind.block_size == 1 else None
-        return pack_ggml(
-            self._library, part.kind.name, part.rows, len(part.rows), part.num_columns, kind=kind, pool=self._pool
-        )
+    def _layout(self, part: MatrixPart) -> "_Layout":
+        match part:
+            case StoredMatrix() if part.kind.name not in GGML_TYPE_NAMES:
+                # 8-bit tiles of quantized types that the kernels do not know.
+                return _Layout(TileKind.INT8 if part.kind.block_size > 1 else self._float_kind or TileKind.F32)
+            case StoredMatrix() if part.kind.block_size > 1:
+                return _Layout(None, part.kind)
+            case StoredMatrix():
+                halves = TileKind.F16 if part.kind is GGMLType.BF16 and _fit_halves(part.rows) else None
+                return _Layout(halves if self._float_kind is None else self._float_kind, part.kind)
+            case QuantizedMatrix():
+                return _quantized_layout(part)
+            case ScaledMatrix():
+                largest = float(np.abs(part.scales).max() * np.nanmax(np.abs(part.table[np.isfinite(part.table)])))
+                halves = TileKind.F16 if 2.0**-8 <= largest < 2.0**15 else TileKind.F32
+                return _Layout(halves if self._float_kind is None else self._float_kind)
 
-    def _kind_of_floats(self, part: StoredMatrix) -> TileKind | None:
-        """None keeps the numbers as they are."""
-        if self._float_kind is not None:
-            return self._float_kind
-        return TileKind.F16 if part.kind is GGMLType.BF16 and _fit_halves(part.rows) else None
+    def _pack(self, layout: "_Layout", parts: Sequence[MatrixPart]) -> Sequence[WeightTiles]:
+        """Parts of one layout."""
+        stored = [part for part in parts if isinstance(part, StoredMatrix)]
+        if layout.ggml_type is not None:
+            part, name = _joined(stored), layout.ggml_type.name
+            rows, columns = part.num_rows, part.num_columns
+            return [pack_ggml(self._library, name, part.rows, rows, columns, kind=layout.kind, pool=self._pool)]
+        assert layout.kind is not None
+        tiles: list[WeightTiles] = []
+        for run in [[_joined(stored)]] if stored else _aligned_runs(parts):
+            rows, columns = sum(part.num_rows for part in run), run[0].num_columns
+            if layout.has_blocks:
+                blocks = (
+                    _blocks(part, first, end, layout.kind)
+                    for part, first, end in _pieces(run)
+                    if isinstance(part, QuantizedMatrix)
+                )
+                packed = pack_block_pieces(self._library, blocks, rows, columns, layout.kind, pool=self._pool)
+            else:
+                floats = (part.floats(first, end) for part, first, end in _pieces(run))
+                packed = pack_float_pieces(self._library, floats, rows, columns, layout.kind, pool=self._pool)
+            tiles.append(packed)
+        return tiles
 
-    def _pack_floats(self, parts: Sequence[StoredMatrix]) -> WeightTiles:
-        """Parts of a type that the kernels do not know: 8-bit tiles of quantized ones, in pieces to save memory."""
-        part = _joined(parts)
-        kind = TileKind.INT8 if part.kind.block_size > 1 else self._float_kind or TileKind.F32
+
+@attrs.frozen
+class _Layout:
+    """How a matrix becomes tiles."""
+
+    kind: TileKind | None
+    """None: the one that the GGML type has."""
+    ggml_type: GGMLType | None = None
+    """Of the bytes, where the kernels know them; else pieces are worked out here."""
+    has_blocks: bool = False
+    """Pieces are the codes, scales and minimums that the tiles have; else floats."""
+
+
+def _quantized_layout(part: QuantizedMatrix) -> _Layout:
+    """Tiles hold the codes as they are where groups are runs of 32 columns, or several.
+
+    Scales are halves there, and so is the product of scale and zero point unless 8 bits are symmetric; each loses up
+    to 2^-11 of itself. Columns in another order become floats on the way and get scales of their own in 8 bits, which
+    lose up to 1/254 of the largest of 32 numbers. Scales that halves cannot hold make floats of all.
+    """
+    largest = float(np.abs(part.scales()).max())
+    if largest and not 2.0**-14 <= largest < 2.0**7:
+        return _Layout(TileKind.F32)
+    groups = part.column_groups
+    if not part.has_groups_in_order or part.num_columns % 32 or np.any(groups[::32] != groups[31::32]):
+        return _Layout(TileKind.INT8)
+    if part.bits == 4:
+        return _Layout(TileKind.INT4, has_blocks=True)
+    is_symmetric = bool(np.all(part.zeros() == _MIDDLE_OF_8_BITS))
+    return _Layout(TileKind.INT8 if is_symmetric else TileKind.INT8_AFFINE, has_blocks=True)
+
+
+def _blocks(part: QuantizedMatrix, first: int, end: int, kind: TileKind) -> NDArray[np.uint8]:
+    """Rows as `pack_block_pieces` wants them."""
+    groups = part.column_groups[::32]
+    codes = part.codes(first, end).reshape(-1, len(groups), 32)
+    scales = part.scales(first, end)[:, groups].astype(np.float16)
+    zeros = part.zeros(first, end)[:, groups]
+    fields = [scales]
+    if kind is not TileKind.INT8:
+        zeros = zeros if kind is TileKind.INT4 else zeros - _MIDDLE_OF_8_BITS
+        # Of the scale that was rounded: where code and zero point are equal, little remains of its error.
+        fields.append((scales.astype(np.float32) * -zeros).astype(np.float16))
+    if kind is TileKind.INT4:
+        packed = codes[:, :, 16:] << 4
+        packed |= codes[:, :, :16]
+    else:
+        packed = codes ^ np.uint8(_MIDDLE_OF_8_BITS)
+    parts = [field[:, :, None].view(np.uint8) for field in fields]
+    return np.concatenate((*parts, packed), axis=2, dtype=np.uint8).reshape(len(codes), -1)
+
+
+def _aligned_runs(parts: Sequence[MatrixPart]) -> Sequence[Sequence[MatrixPart]]:
+    """Parts that can be packed together: all but the last of a run are strips of whole rows."""
+    runs: list[list[MatrixPart]] = []
+    for part in parts:
+        if runs and runs[-1][-1].num_rows % _STRIP_ROWS == 0:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _pieces(parts: Sequence[MatrixPart]) -> Iterator[tuple[MatrixPart, int, int]]:
+    """Parts, and from which row to which one pieces of them go."""
+    for part in parts:
         step = max(_STRIP_ROWS, _PIECE_VALUES // part.num_columns // _STRIP_ROWS * _STRIP_ROWS)
-        pieces = (part.floats(first, first + step) for first in range(0, len(part.rows), step))
-        return pack_float_pieces(self._library, pieces, len(part.rows), part.num_columns, kind, pool=self._pool)
-
-
-def _is_known(part: StoredMatrix) -> bool:
-    return part.kind.name in GGML_TYPE_NAMES
+        for first in range(0, part.num_rows, step):
+            yield part, first, min(first + step, part.num_rows)
 
 
 def _fit_halves(rows: NDArray[np.uint8]) -> bool:

@@ -16,21 +16,21 @@ from trioengine_kernels.silu_and_mul import silu_and_mul
 from trioengine_kernels.write_kv import write_kv
 
 from trioengine.models.decoder import AttentionShape
-from trioengine.models.loader import Checkpoint, Floats, LoadedModel, ReportFraction, StoredMatrix, load_model
+from trioengine.models.loader import Checkpoint, Floats, LoadedModel, MatrixPart, ReportFraction, load_model
 
 
 class TorchWeights:
     """Makes float32 tensors of weights, whatever they are in the file."""
 
-    def matrix(self, parts: Sequence[StoredMatrix]) -> Tensor:
+    def matrix(self, parts: Sequence[MatrixPart]) -> Tensor:
         """The parts, one below the other: [rows, columns]."""
         if len(parts) == 1:
             return torch.from_numpy(parts[0].floats())
-        stacked = np.empty((sum(len(part.rows) for part in parts), parts[0].num_columns), dtype=np.float32)
+        stacked = np.empty((sum(part.num_rows for part in parts), parts[0].num_columns), dtype=np.float32)
         first = 0
         for part in parts:
-            stacked[first : first + len(part.rows)] = part.floats()
-            first += len(part.rows)
+            stacked[first : first + part.num_rows] = part.floats()
+            first += part.num_rows
         return torch.from_numpy(stacked)
 
     def vector(self, values: Floats) -> Tensor:

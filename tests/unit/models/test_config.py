@@ -157,7 +157,6 @@ def test_layers_of_one_window_are_a_group(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized safetensors are not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "'yarn' is not supported"),
         ({"rope_scaling": [1]}, "rope_scaling is not an object"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}, "sliding_window"),
