@@ -53,14 +53,17 @@ def render_chat(
     template that does not know it.
 
     Args:
-        messages: each with "role", "content" and whatever else the template reads (tool calls, names).
+        messages: each with "role", "content" and whatever else the template reads (tool calls, names). The arguments
+            of a tool call are a mapping, or the JSON of one; templates get the mapping.
         add_generation_prompt: end with the start of the assistant's answer.
         template_kwargs: further variables, such as `tools`.
 
     Raises:
-        RequestError: the model has no chat template, or the template refuses the messages (with its own words).
+        RequestError: the model has no chat template, a tool call's arguments are not an object, or the template refuses
+            the messages (with its own words).
         CheckpointError: the template is not valid Jinja.
     """
+    messages = [_with_parsed_arguments(position, message) for position, message in enumerate(messages)]
     if not messages:
         raise RequestError("messages must not be empty.", param="messages")
     variables = dict(template_kwargs or {})
@@ -84,6 +87,40 @@ def render_chat(
 
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
+
+
+def _with_parsed_arguments(position: int, message: Mapping[str, object]) -> Mapping[str, object]:
+    """The message with its tool calls' arguments as mappings; itself when there is nothing to change."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, tuple)):
+        return message
+    parsed = list(cast(Sequence[object], calls))
+    for index, call in enumerate(parsed):
+        function = _mapping(_mapping(call).get("function"))
+        if "arguments" in function:
+            path = f"messages[{position}].tool_calls[{index}].function.arguments"
+            arguments = _parse_arguments(function["arguments"], path)
+            parsed[index] = {**_mapping(call), "function": {**function, "arguments": arguments}}
+    return {**message, "tool_calls": parsed}
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return cast(Mapping[str, object], value) if isinstance(value, Mapping) else {}
+
+
+def _parse_arguments(arguments: object, path: str) -> object:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}", parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{path} is not JSON: {str(error)[:200]}.", param=path) from error
+    if not isinstance(arguments, Mapping):
+        raise RequestError(f"{path} must be the JSON of an object.", param=path)
+    return cast(Mapping[str, object], arguments)
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _choose_template(tokenizer: Tokenizer, *, has_tools: bool) -> str:

@@ -105,7 +105,7 @@ def _run(folder: Path, converted: Path, timeout_s: float) -> None:
         lines = log_path.read_text(errors="replace").strip().splitlines()
         raise CheckpointError(
             f"transformers could not build the tokenizer of {folder} (exit status {process.returncode}: "
-            f"{lines[-1][:300] if lines else 'it said nothing'}).",
+            f"{lines[-1][:300] if lines else 'it said nothing'}). It may need `pip install sentencepiece protobuf`.",
             path=str(folder),
         )
 

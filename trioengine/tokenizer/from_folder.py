@@ -5,7 +5,6 @@ added_tokens.json, generation_config.json and config.json (end tokens), and the 
 Files that only transformers understands are converted by a process of its own (`convert`).
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +13,7 @@ import attrs
 import tokenizers
 from tokenizers import decoders, models
 
+from trioengine.checkpoint.small_files import read_bytes, read_json_object, read_text
 from trioengine.errors import CheckpointError
 from trioengine.tokenizer.convert import convert_tokenizer
 from trioengine.tokenizer.parts import TokenizerFacts, TokenizerParts, library_errors_as_checkpoint_errors, set_affixes
@@ -22,8 +22,6 @@ from trioengine.tokenizer.word_splitting import GPT2, QWEN2, WordSplitting
 from trioengine.tokenizer.wordpiece import CONTROL_TOKENS, WordPieceOptions, build_wordpiece
 
 MAX_VOCABULARY_BYTES = 256 << 20
-MAX_FILE_BYTES = 16 << 20
-"""Of every other file, chat templates among them."""
 MAX_ADDED_TOKENS = 1 << 17
 MAX_CHAT_TEMPLATES = 64
 VOCABULARY_FILES = ("tokenizer.model", "vocab.txt", "vocab.json")
@@ -58,7 +56,7 @@ def read_folder_tokenizer(folder: Path, cache_dir: Path) -> TokenizerParts:
     Raises:
         CheckpointError: a file is missing, damaged or of a kind that is not supported.
     """
-    config = _read_object(folder / "tokenizer_config.json")
+    config = read_json_object(folder / "tokenizer_config.json")
     found = _find(folder, config, cache_dir)
     backend = found.backend
     # Settings for training batches, which would cut prompts silently.
@@ -88,16 +86,16 @@ def _find(folder: Path, config: Object, cache_dir: Path) -> _Found:
 
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    text = _read_text(path, MAX_VOCABULARY_BYTES)
+    text = read_text(path, MAX_VOCABULARY_BYTES)
     with library_errors_as_checkpoint_errors(f"{path} cannot be read", str(path)):
         return tokenizers.Tokenizer.from_str(text or "")
 
 
 def _read_sentencepiece(path: Path, config: Object) -> _Found:
     try:
-        model = parse_sentencepiece(_read_bytes(path, MAX_VOCABULARY_BYTES) or b"")
-        # SentencePiece puts the space only at the start of a text; models that say "legacy" were trained otherwise.
-        first = "always" if config.get("legacy") is True else "first"
+        model = parse_sentencepiece(read_bytes(path, MAX_VOCABULARY_BYTES) or b"")
+        # Models are trained with a space behind control tokens too, unless they say that they are not "legacy".
+        first = "first" if config.get("legacy") is False else "always"
         backend = build_sentencepiece(model, first if model.add_dummy_prefix else "never")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}", path=str(path)) from error
@@ -110,7 +108,7 @@ def _piece_names(model: SentencePieceModel) -> dict[str, str]:
 
 
 def _read_wordpiece(path: Path, config: Object) -> _Found:
-    text = _read_text(path, MAX_VOCABULARY_BYTES) or ""
+    text = read_text(path, MAX_VOCABULARY_BYTES) or ""
     vocabulary = {token: token_id for token_id, token in enumerate(text.removesuffix("\n").split("\n"))}
 
     def flag(name: str) -> bool | None:
@@ -133,7 +131,7 @@ def _read_wordpiece(path: Path, config: Object) -> _Found:
 def _read_byte_level(folder: Path, splitting: WordSplitting) -> _Found:
     vocabulary_path, merges_path = folder / "vocab.json", folder / "merges.txt"
     for path in (vocabulary_path, merges_path):
-        if _read_bytes(path, MAX_VOCABULARY_BYTES) is None:
+        if read_bytes(path, MAX_VOCABULARY_BYTES) is None:
             raise CheckpointError(f"{path} is missing.", path=str(path))
     with library_errors_as_checkpoint_errors(f"{vocabulary_path} and merges.txt cannot be read", str(vocabulary_path)):
         vocabulary, merges = models.BPE.read_file(str(vocabulary_path), str(merges_path))
@@ -147,7 +145,7 @@ def _read_byte_level(folder: Path, splitting: WordSplitting) -> _Found:
 def _special_tokens(folder: Path, config: Object) -> dict[str, str]:
     """The contents of the special tokens by role. tokenizer_config.json overrules special_tokens_map.json."""
     tokens: dict[str, str] = {}
-    for source in (_read_object(folder / "special_tokens_map.json"), config):
+    for source in (read_json_object(folder / "special_tokens_map.json"), config):
         for key, value in source.items():
             role, _, rest = key.rpartition("_token")
             content = _content(value)
@@ -199,7 +197,7 @@ def _add_tokens(folder: Path, found: _Found, config: Object, specials: Mapping[s
 def _listed_tokens(
     folder: Path, config: Object, specials: set[str]
 ) -> Iterator[tuple[int, str, tokenizers.AddedToken]]:
-    for content, token_id in _read_object(folder / "added_tokens.json").items():
+    for content, token_id in read_json_object(folder / "added_tokens.json").items():
         if content and isinstance(token_id, int) and token_id >= 0:
             yield token_id, content, tokenizers.AddedToken(content, special=content in specials, normalized=False)
     listed = config.get("added_tokens_decoder")
@@ -238,8 +236,8 @@ def _apply_affixes(backend: tokenizers.Tokenizer, config: Object, found: _Found,
 
 
 def _facts(folder: Path, backend: tokenizers.Tokenizer, config: Object, specials: Mapping[str, str]) -> TokenizerFacts:
-    model_config = _read_object(folder / "config.json")
-    generation_config = _read_object(folder / "generation_config.json")
+    model_config = read_json_object(folder / "config.json")
+    generation_config = read_json_object(folder / "generation_config.json")
 
     def token_id(role: str) -> int | None:
         if role in specials and (found := backend.token_to_id(specials[role])) is not None:
@@ -270,7 +268,7 @@ def _chat_templates(folder: Path, listed: object) -> dict[str, str]:
     templates: dict[str, str] = {}
     for file, value in (
         ("tokenizer_config.json", listed),
-        ("chat_template.json", _read_object(folder / "chat_template.json").get("chat_template")),
+        ("chat_template.json", read_json_object(folder / "chat_template.json").get("chat_template")),
     ):
         if isinstance(value, str):
             templates["default"] = value
@@ -287,47 +285,11 @@ def _chat_templates(folder: Path, listed: object) -> dict[str, str]:
         elif isinstance(value, Mapping):
             named = cast(Mapping[str, object], value).items()
             templates.update({name: template for name, template in named if isinstance(template, str)})
-    if (text := _read_text(folder / "chat_template.jinja")) is not None:
+    if (text := read_text(folder / "chat_template.jinja")) is not None:
         templates["default"] = text
     paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if len(paths) > MAX_CHAT_TEMPLATES:
         raise CheckpointError(f"{folder} has {len(paths)} chat templates, over {MAX_CHAT_TEMPLATES}.", path=str(folder))
     for path in paths:
-        templates[path.stem] = _read_text(path) or ""
+        templates[path.stem] = read_text(path) or ""
     return templates
-
-
-def _read_bytes(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes | None:
-    try:
-        # A named pipe would block, a device might never end.
-        if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path} is no file.", path=str(path))
-        if path.stat().st_size > max_bytes:
-            raise CheckpointError(f"{path} is larger than {max_bytes} bytes.", path=str(path))
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.", path=str(path)) from error
-
-
-def _read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str | None:
-    data = _read_bytes(path, max_bytes)
-    try:
-        return None if data is None else data.decode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.", path=str(path)) from error
-
-
-def _read_object(path: Path) -> Object:
-    """The JSON object in a file; empty when there is no such file."""
-    text = _read_text(path)
-    if text is None:
-        return {}
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.", path=str(path)) from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path} is not a JSON object.", path=str(path))
-    return cast(dict[str, object], parsed)

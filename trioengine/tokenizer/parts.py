@@ -54,6 +54,8 @@ def library_errors_as_checkpoint_errors(what: str, path: str | None = None) -> G
     """
     try:
         yield
+    except CheckpointError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

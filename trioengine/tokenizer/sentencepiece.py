@@ -159,6 +159,8 @@ def add_special_pieces(backend: tokenizers.Tokenizer, pieces: tuple[str, ...], t
 
 def _unigram(model: SentencePieceModel) -> models.Unigram:
     unknown = _first(model, TokenType.UNKNOWN)
+    if unknown is None:
+        raise CheckpointError("It has no piece for what is unknown to it.")
     has_bytes = TokenType.BYTE in model.types
     return models.Unigram(list(zip(model.pieces, model.scores, strict=True)), unknown, has_bytes)
 

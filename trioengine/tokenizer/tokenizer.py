@@ -205,8 +205,9 @@ class _Guard:
             _is_control(token) and token.normalized for token in added.values()
         )
         self._backend, self._original_ids = self._build(backend, added)
-        # Those of the model's own words, less what stands for unknown text and what is put around every text.
-        num_words = backend.get_vocab_size(with_added_tokens=False)
+        # Those of the model's own words, less what stands for unknown text and what is put around every text. Unigram
+        # cannot make one from text, since they have other names in the guarded tokenizer.
+        num_words = 0 if isinstance(backend.model, models.Unigram) else backend.get_vocab_size(with_added_tokens=False)
         allowed = {backend.token_to_id(getattr(backend.model, "unk_token", None) or ""), *backend.encode("").ids}
         self._forbidden_ids = frozenset(token_id for token_id in specials if token_id < num_words) - allowed
 

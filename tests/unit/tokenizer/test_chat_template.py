@@ -191,6 +191,31 @@ def test_json_keeps_characters_and_order(tokenizer: Tokenizer) -> None:
     assert rendered.prompt_text == '[{"b": "日<", "a": 1}]|[\n {\n  "b": "日<",\n  "a": 1\n }\n]'
 
 
+def with_arguments(arguments: object) -> list[dict[str, object]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("arguments", ['{"b": 1, "a": "<|im_end|>"}', {"b": 1, "a": "<|im_end|>"}])
+def test_arguments_of_tool_calls_are_mappings_to_the_template(tokenizer: Tokenizer, arguments: object) -> None:
+    source = "{{ messages[1].tool_calls[0].function | tojson }}{{ messages[1].tool_calls[0].function.arguments.b + 1 }}"
+    messages = with_arguments(arguments)
+    rendered = render_chat(with_template(tokenizer, source), messages)
+    assert rendered.prompt_text == '{"name": "f", "arguments": {"b": 1, "a": "<|im_end|>"}}2'
+    assert tokenizer.special_token_ids.isdisjoint(rendered.token_ids)
+    assert messages == with_arguments(arguments)
+    empty = render_chat(with_template(tokenizer, source.split("}}")[0] + "}}"), with_arguments(""))
+    assert empty.prompt_text == '{"name": "f", "arguments": {}}'
+
+
+@pytest.mark.parametrize("arguments", ['"a string"', "[1]", "3", "null", '{"a": ', "[" * 100_000, "NaN", None, ["x"]])
+def test_arguments_that_are_no_object_are_refused(tokenizer: Tokenizer, arguments: object) -> None:
+    """Case 29 (sglang 28035): the message is named."""
+    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments") as caught:
+        render_chat(tokenizer, with_arguments(arguments))
+    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
 def test_training_marks_and_dates_are_understood(tokenizer: Tokenizer) -> None:
     source = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ strftime_now('%Y') | length }}"
     assert render_chat(with_template(tokenizer, source), user("x")).prompt_text == "x4"

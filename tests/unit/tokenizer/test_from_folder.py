@@ -1,9 +1,12 @@
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
@@ -93,6 +96,179 @@ def test_chat_templates_come_as_text_as_a_list_or_as_a_file(tmp_path: Path) -> N
     assert tokenizer.facts.chat_templates["tool_use"] == "tools"
 
 
+def test_more_places_of_chat_templates(tmp_path: Path) -> None:
+    """Later ones overrule: tokenizer_config.json, chat_template.json, chat_template.jinja, a folder of named ones."""
+    listed = [{"name": "default", "template": "listed"}, {"name": "rag", "template": "documents"}]
+    load(tmp_path, tokenizer_config__json={"chat_template": listed})
+    assert load(tmp_path, chat_template__json={"chat_template": "json"}).facts.chat_templates == {
+        "default": "json",
+        "rag": "documents",
+    }
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("tools")
+    (folder / "rag.jinja").write_text("other documents")
+    tokenizer = load(tmp_path, chat_template__jinja="jinja")
+    expected = {"default": "jinja", "rag": "other documents", "tool_use": "tools"}
+    assert tokenizer.facts.chat_templates == expected
+    messages = [{"role": "user", "content": "x"}]
+    assert render_chat(tokenizer, messages, template_kwargs={"tools": [{}]}).prompt_text == "tools"
+
+
+def test_tokens_beside_tokenizer_json_are_added(tmp_path: Path) -> None:
+    size = make_backend().get_vocab_size()
+    special = {"content": "<|call|>", "special": True, "normalized": False}
+    tokenizer = load(
+        tmp_path,
+        added_tokens__json={"<tool>": size},
+        tokenizer_config__json={"added_tokens_decoder": {str(size + 1): special}, "eos_token": "<|call|>"},
+        special_tokens_map__json={"bos_token": "<s>", "eos_token": "</s>"},
+    )
+    assert tokenizer.encode("<tool>") == [size]
+    assert tokenizer.encode("<|call|>", allow_special=True) == [size + 1]
+    assert size + 1 not in tokenizer.encode("<|call|>")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, size + 1)
+
+
+def test_an_added_token_without_a_place_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'<tool>' should have the id 999"):
+        load(tmp_path, added_tokens__json={"<tool>": 999})
+
+
+def test_what_tokenizer_json_knows_overrules_lists_of_added_tokens(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, added_tokens__json={"<think>": 999})
+    assert tokenizer.encode("<think>") == [len(VOCABULARY) + 1]
+
+
+def test_a_character_that_fills_up_batches_stays_a_character(tmp_path: Path) -> None:
+    """Models name "!" as their padding token; it may be typed, and is shown."""
+    backend = make_backend()
+    backend.add_special_tokens(["!"])
+    tokenizer = load(tmp_path, backend, tokenizer_config__json={"pad_token": "!"})
+    ids = tokenizer.encode("hi!")
+    assert ids[-1] == tokenizer.pad_token_id == VOCABULARY["!"]
+    assert tokenizer.decode(ids) == "hi!"
+
+
+def test_eos_is_put_behind_when_the_configuration_says_so(tmp_path: Path) -> None:
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_eos_token": True}
+    assert load(tmp_path, tokenizer_config__json=config).encode("") == [1]
+    assert load(tmp_path, tokenizer_config__json=config | {"add_bos_token": True}).encode("") == [0, 1]
+
+
+def excerpt(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / "tokenizers" / f"{name}.json").read_text())
+
+
+def load_files(folder: Path, **files: Any) -> Tokenizer:
+    """As `load`, without a tokenizer.json."""
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name.replace("__", ".")).write_text(text)
+    return load_tokenizer(ModelLocation(ModelKind.FOLDER, folder, "test"))
+
+
+def check_rows(tokenizer: Tokenizer, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        ids = tokenizer.encode(row["text"], allow_special=True)
+        assert [tokenizer.id_to_token(token_id) for token_id in ids] == row["pieces"], row["text"]
+
+
+def test_a_folder_with_vocab_txt_equals_the_published_tokenizer(tmp_path: Path, fixtures_folder: Path) -> None:
+    published = excerpt(fixtures_folder, "minilm")
+    words = [
+        token if token.startswith("[") and len(token) > 1 else token[1:] if token.startswith("▁") else f"##{token}"
+        for token in published["tokens"]
+    ]
+    tokenizer = load_files(tmp_path, vocab__txt="\n".join(words) + "\n", tokenizer_config__json={"do_lower_case": True})
+    check_rows(tokenizer, published["rows"])
+    assert tokenizer.decode(tokenizer.encode("Hello, world")) == "hello, world"
+    cased = load_files(tmp_path, tokenizer_config__json={"do_lower_case": False, "tokenizer_class": "BertTokenizer"})
+    unknown = cased.token_to_id("[UNK]")
+    assert cased.encode("HELLO", add_special_tokens=False) == [unknown]
+
+
+def test_a_folder_with_vocab_json_and_merges_equals_the_published_tokenizer(
+    tmp_path: Path, fixtures_folder: Path
+) -> None:
+    published = excerpt(fixtures_folder, "qwen3")
+    num_words = published["types"].count(1)
+    ids = {token: index for index, token in enumerate(published["tokens"])}
+    tokenizer = load_files(
+        tmp_path,
+        vocab__json={token: index for token, index in ids.items() if index < num_words},
+        merges__txt="#version: 0.2\n" + "\n".join(published["merges"]) + "\n",
+        added_tokens__json={token: index for token, index in ids.items() if index >= num_words},
+        tokenizer_config__json={
+            "tokenizer_class": "Qwen2TokenizerFast",
+            "eos_token": "<|im_end|>",
+            "additional_special_tokens": ["<|im_start|>", "<|endoftext|>"],
+        },
+    )
+    check_rows(tokenizer, published["rows"])
+    assert tokenizer.special_token_ids == set(range(num_words, len(ids)))
+    assert tokenizer.eos_token_id == ids["<|im_end|>"]
+
+
+def train_sentencepiece(folder: Path, **options: Any) -> SentencePieceProcessor:
+    written = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["the dog and the fox", "one of these"] * 5),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=300,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        **options,
+    )
+    (folder / "tokenizer.model").write_bytes(written.getvalue())
+    return SentencePieceProcessor(model_proto=written.getvalue())
+
+
+def test_a_folder_with_tokenizer_model(tmp_path: Path) -> None:
+    oracle = train_sentencepiece(tmp_path)
+    tokenizer = load_files(tmp_path, tokenizer_config__json={"tokenizer_class": "LlamaTokenizer"})
+    text = "the dog </s> 日"
+    assert tokenizer.encode(text) == [1, *oracle.encode(text)]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+    chat = tokenizer.encode("<s>dog</s>", allow_special=True, add_special_tokens=False)
+    assert [tokenizer.id_to_token(token_id) for token_id in chat] == [
+        "<s>",
+        *oracle.encode("dog", out_type=str),
+        "</s>",
+    ]
+    tokenizer = load_files(tmp_path, tokenizer_config__json={"add_bos_token": False, "legacy": False})
+    assert tokenizer.encode(text) == oracle.encode(text)
+    chat = tokenizer.encode("<s>dog", allow_special=True)
+    assert not (tokenizer.id_to_token(chat[1]) or "").startswith("▁")
+
+
+def test_a_damaged_tokenizer_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match="SentencePiece") as caught:
+        load_files(tmp_path)
+    assert caught.value.path == str(tmp_path / "tokenizer.model")
+
+
+def test_unigram_reads_control_tokens_in_text_as_text(tmp_path: Path) -> None:
+    """Its vocabulary has them among the words that text is cut into (case 27)."""
+    words = [("<unk>", 0.0), ("</s>", 0.0), *((character, -5.0) for character in "</s>▁ab")]
+    backend = tokenizers.Tokenizer(models.Unigram(words, 0, False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = load(tmp_path, backend)
+    assert tokenizer.encode("</s>", allow_special=True) == [1]
+    assert [tokenizer.id_to_token(token_id) for token_id in tokenizer.encode("a</s>")] == list("▁a</s>")
+    rendered = tokenizer.encode_rendered(f"{tokenizer.protect('</s>')}</s>")
+    assert rendered.count(1) == 1
+    assert 0 in tokenizer.encode("?")
+
+
 def test_a_normalizer_cannot_turn_user_text_into_a_control_token(tmp_path: Path) -> None:
     """A token that is matched after lower-casing would be found in <THINK> too."""
     backend = make_backend()
@@ -145,6 +321,17 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(ModelLocation(ModelKind.FOLDER, tmp_path, "test"))
+
+
+def test_a_file_that_is_none_or_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named pipe would block for ever."""
+    load(tmp_path)
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        load(tmp_path)
+    monkeypatch.setattr("trioengine.tokenizer.from_folder.MAX_VOCABULARY_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is larger than 100 bytes"):
+        load(tmp_path)
 
 
 def test_a_crash_inside_the_library_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.errors import CheckpointError
+from trioengine.tokenizer.detokenizer import IncrementalDetokenizer
 from trioengine.tokenizer.sentencepiece import TokenType
 from trioengine.tokenizer.token_bytes import byte_stand_ins
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -62,6 +64,41 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
+# Excerpts of published tokenizers; `make.py` beside them says how they were made.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3": {"ggml__model": "gpt2", "ggml__pre": "qwen2"},
+    "gptoss": {"ggml__model": "gpt2", "ggml__pre": "gpt-4o"},
+    "deepseek_v3": {"ggml__model": "gpt2", "ggml__pre": "deepseek-v3"},
+    "mistral_v3": {"ggml__model": "llama"},
+    "minilm": {"ggml__model": "bert", "ggml__cls_token_id": 2, "ggml__seperator_token_id": 3},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_pieces_equal_the_published_tokenizers(path: Path, fixtures_folder: Path, name: str) -> None:
+    """Emoji, CJK, combining marks, byte fallback, white space, digits, control tokens that users type."""
+    excerpt = json.loads((fixtures_folder / "tokenizers" / f"{name}.json").read_text())
+    lists = {f"ggml__{key}": excerpt[key] for key in ("tokens", "scores", "merges") if key in excerpt}
+    fields = {**lists, **PUBLISHED[name], "ggml__token_type": excerpt["types"]}
+    tokenizer = load_tokenizer(write_gguf(path, **fields))
+    is_sentencepiece = name == "mistral_v3"
+    for row in excerpt["rows"]:
+        # To SentencePiece control tokens in a text are text; the others take them for control tokens.
+        ids = tokenizer.encode(row["text"], allow_special=not is_sentencepiece, add_special_tokens=not is_sentencepiece)
+        assert [tokenizer.id_to_token(token_id) for token_id in ids] == row["pieces"], row["text"]
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+        whole = tokenizer.decode(ids, skip_special_tokens=False)
+        assert detokenizer.feed_many(ids) + detokenizer.flush() == whole
+        assert whole == tokenizer._backend.decode(ids, skip_special_tokens=False)
+        plain = tokenizer.encode(row["text"], add_special_tokens=False)
+        unknown = tokenizer.token_to_id("[UNK]")
+        assert {token for token in plain if tokenizer.is_special(token)} <= {unknown}
+        if name != "minilm" and name != "qwen3":
+            # SentencePiece has one character for a space and its own mark of one.
+            text = row["text"].replace("▁", " ") if is_sentencepiece else row["text"]
+            assert tokenizer.decode(plain) == text
+
+
 @pytest.mark.parametrize(
     ("pre", "expected"),
     [
@@ -70,6 +107,9 @@ def path(tmp_path: Path) -> Path:
         ("smollm", [" hi", "1", "2", "3", " ", "\n\n", " ", " ", "1", "'", "S"]),
         ("llama-bpe", [" hi", "123", " ", "\n\n", " ", " ", "1", "'S"]),
         ("qwen2", [" hi", "1", "2", "3", " ", "\n\n", " ", " ", "1", "'S"]),
+        ("refact", [" hi", "1", "2", "3", " ", "\n\n", " ", " ", "1", "'", "S"]),
+        ("dbrx", [" hi", "123", " ", "\n\n", " ", " ", "1", "'S"]),
+        ("tekken", [" hi", "1", "2", "3", " ", "\n\n", " ", " ", "1", "'S"]),
     ],
 )
 def test_each_kind_cuts_words_its_own_way(path: Path, pre: str, expected: list[str]) -> None:
