@@ -187,7 +187,7 @@ def read_weight_format(folder: Path) -> WeightFormat | None:
             raise config.refused(f"Weights quantized with {name[:100] or 'an unnamed method'!r} cannot be read")
 
 
-def open_packed(weight_format: WeightFormat, tensors: Mapping[str, TensorView]) -> PackedTensors:
+def open_packed(folder: Path, weight_format: WeightFormat, tensors: Mapping[str, TensorView]) -> PackedTensors:
     """Find the packed matrices among a folder's tensors. None of their numbers is read but group indices and shapes.
 
     Raises:
@@ -202,10 +202,10 @@ def open_packed(weight_format: WeightFormat, tensors: Mapping[str, TensorView]) 
             # Not packed, or the other mark of a module that has two.
             continue
         base = name.removesuffix(mark)
-        parts = _Parts(base, rest)
+        parts = _Parts(folder, base, rest)
         matrix = open_matrix(weight_format, parts)
         if matrix.name in matrices or matrix.name in rest:
-            raise CheckpointError(f"The tensor {matrix.name!r} is there twice, packed and as it is.")
+            raise parts.error("its tensor 'weight' is there twice, packed and as it is")
         matrices[matrix.name] = matrix
     optional = {name for name in rest if name.endswith(_IGNORED_SUFFIXES)}
     if weight_format.method is QuantizationMethod.GPTQ:
@@ -323,12 +323,15 @@ def _compressed_tensors_format(config: _Config) -> WeightFormat:
 class _Parts:
     """The tensors of one module, taken out of the folder's as they are asked for."""
 
-    def __init__(self, base: str, tensors: dict[str, TensorView]) -> None:
+    def __init__(self, folder: Path, base: str, tensors: dict[str, TensorView]) -> None:
         self.base = base
+        self._folder = folder
         self._tensors = tensors
 
     def error(self, why: str) -> CheckpointError:
-        return CheckpointError(f"The packed matrix {self.base!r} cannot be read: {why}.")
+        return CheckpointError(
+            f"{self._folder}: the packed matrix {self.base!r} cannot be read: {why}.", path=str(self._folder)
+        )
 
     def take(self, suffix: str, *dtypes: TensorDType) -> TensorView:
         tensor = self.take_optional(suffix, *dtypes)

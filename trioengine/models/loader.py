@@ -310,7 +310,7 @@ def _folder_source(folder: Path) -> _Source:
     tensors = open_safetensors(folder)
     packed, optional = None, frozenset[str]()
     if (weight_format := read_weight_format(folder)) is not None:
-        found = open_packed(weight_format, tensors)
+        found = open_packed(folder, weight_format, tensors)
         tensors, packed, optional = found.others, found.matrices, found.optional
     return _Source(
         folder,
