@@ -83,7 +83,7 @@ def test_products_with_quantized_blocks_are_exact_for_quantized_activations(libr
     """Integers are exact; what is left is the rounding of scales to halves (Q4_K, Q5_K) or to 8 bits (Q6_K)."""
     tolerance = {"Q4_K": 5e-4, "Q5_K": 5e-4, "Q6_K": 5e-3}.get(type_name, 1e-6)
     rng = np.random.default_rng(1)
-    for rows, columns, tokens in [(1, 256, 1), (7, 256, 2), (16, 512, 3), (33, 768, 5), (40, 256, 13)]:
+    for rows, columns, tokens in [(1, 256, 1), (7, 256, 2), (16, 512, 3), (33, 768, 5), (40, 1024, 13)]:
         raw, weights = random_raw(type_name, rows, columns, seed=rows)
         x = rng.standard_normal((tokens, columns), dtype=np.float32)
         tiles = pack_ggml(library, type_name, raw, rows, columns, pool=pool)
@@ -153,11 +153,12 @@ def test_stacked_matrices_stand_side_by_side(library, pool):
     assert np.array_equal(actual, np.concatenate(alone, axis=1) + bias)
 
 
+@pytest.mark.parametrize("columns", [160, 810])
 @pytest.mark.parametrize("kind", [TileKind.INT4, TileKind.INT8, TileKind.F16, TileKind.F32])
-def test_a_row_gives_the_same_bits_in_any_batch(library, pool, isa, kind):
+def test_a_row_gives_the_same_bits_in_any_batch(library, pool, isa, kind, columns):
     rng = np.random.default_rng(7)
-    tiles = pack_float(library, rng.standard_normal((203, 160), dtype=np.float32), kind)
-    x = rng.standard_normal((133, 160), dtype=np.float32)
+    tiles = pack_float(library, rng.standard_normal((203, columns), dtype=np.float32), kind)
+    x = rng.standard_normal((133, columns), dtype=np.float32)
     together = run_linear(library, pool, x, tiles)
     for first, end in [(0, 1), (5, 7), (10, 13), (20, 24), (30, 43), (50, 59), (1, 133)]:
         assert np.array_equal(run_linear(library, pool, x[first:end], tiles), together[first:end])
@@ -169,8 +170,8 @@ def test_kernels_with_fused_multiply_add_agree_to_the_bit(library, pool, kind):
     if not {Isa.AVX2, Isa.VNNI} <= set(library.supported_isas()):
         pytest.skip("This processor runs only one of them.")
     rng = np.random.default_rng(8)
-    tiles = pack_float(library, rng.standard_normal((50, 96), dtype=np.float32), kind)
-    x = rng.standard_normal((11, 96), dtype=np.float32)
+    tiles = pack_float(library, rng.standard_normal((50, 416), dtype=np.float32), kind)
+    x = rng.standard_normal((75, 416), dtype=np.float32)
     results = []
     for isa in (Isa.AVX2, Isa.VNNI):
         library.set_isa(isa)

@@ -120,9 +120,11 @@ static LinearBlock linear_block(const TeProgram *program, const TeTiles *tiles, 
     const int32_t block_tokens = rows <= 96 ? rows : 64;
     const int64_t blocks = divide_up(rows, block_tokens);
     const int64_t work = (int64_t)tiles->rows * tiles->columns * rows;
-    int64_t chunks = TE_MAX(work / WORK_PER_CHUNK, 4 * program->num_threads);
+    int64_t chunks = TE_MAX(work / WORK_PER_CHUNK, (rows >= TE_PANEL_MIN_TOKENS ? 8 : 4) * program->num_threads);
     int32_t per_chunk = divide_up(strips, divide_up(chunks, blocks));
     per_chunk = TE_MAX(per_chunk, divide_up(MIN_WORK_PER_CHUNK, divide_up(work, blocks * strips)));
+    if (rows >= TE_PANEL_MIN_TOKENS)
+        per_chunk = TE_MAX(per_chunk / TE_PANEL_STRIPS, 1) * TE_PANEL_STRIPS;
     return (LinearBlock){TE_MIN(per_chunk, strips), block_tokens};
 }
 

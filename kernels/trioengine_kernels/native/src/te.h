@@ -14,6 +14,8 @@
 #define TE_GROUP 32        /* columns that share a scale */
 #define TE_TILE_ROWS 8     /* rows of a quantized tile */
 #define TE_FLOAT_ROWS 16   /* rows of a float tile */
+#define TE_PANEL_STRIPS 4  /* strips of quantized tiles that some processors compute side by side... */
+#define TE_PANEL_MIN_TOKENS 8 /* ...for at least so many tokens */
 #define TE_KV_TOKENS 16    /* tokens of a key or value block */
 #define TE_KV_SPLIT 256    /* keys whose softmax is worked out at once: fixed, so that results depend on nothing else */
 #define TE_MAX_OPS 4096

@@ -12,9 +12,7 @@
 #include "te.h"
 
 /* Tokens that share a tile in registers. Elsewhere one at a time: less to compile. */
-#if defined(__AVX512VNNI__)
-#define TE_MAX_TOKENS 8
-#elif defined(__AVX2__) || defined(__aarch64__)
+#if defined(__AVX2__) || defined(__aarch64__)
 #define TE_MAX_TOKENS 4
 #else
 #define TE_MAX_TOKENS 1
@@ -186,7 +184,7 @@ TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, c
         /* Measured: with little to compute the processor looks ahead by itself, and hints disturb it. */
         for (int line = 0; num_tokens >= 4 && line < tile_bytes; line += 64)
             __builtin_prefetch(tile + 2048 + line);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int t = 0; t < num_tokens; t++) {
             const TeGroup *xt = rows + (int64_t)t * groups;
             sums[t] = vf_fma(dot(kind, w, xt), scale * vf_set(xt->scale), sums[t]);
@@ -199,90 +197,151 @@ TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, c
 }
 
 #if defined(__AVX512VNNI__)
-/* Two strips and eight tokens: the same operations in vectors twice as wide, so that a broadcast serves 16 rows. For
- * weights that are in the cache: from memory they would be two streams, at half the speed. */
-TE_INLINE void wide_block(int kind, const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,
-                          int64_t out_stride, int32_t strip, int32_t token)
-{
-    const int32_t groups = tiles->groups;
-    const int header = kind == TE_INT8 ? 16 : 32;
-    const int tile_bytes = header + (kind == TE_INT4 ? 128 : 256);
-    const uint8_t *first = tiles->data + (size_t)strip * (size_t)groups * (size_t)tile_bytes;
-    const uint8_t *second = first + (size_t)groups * (size_t)tile_bytes;
-    const TeGroup *rows = x + (int64_t)token * groups;
-    const __m512i low = _mm512_set1_epi8(15);
-    __m512 sums[8];
-    for (int t = 0; t < 8; t++)
-        sums[t] = _mm512_setzero_ps();
-    for (int32_t group = 0; group < groups; group++, first += tile_bytes, second += tile_bytes, rows++) {
-        __m512i w[8];
-        __m512 scale = _mm512_cvtph_ps(
-            _mm256_set_m128i(_mm_loadu_si128((const __m128i *)second), _mm_loadu_si128((const __m128i *)first)));
-        __m512 min = _mm512_setzero_ps();
-        if (kind != TE_INT8)
-            min = _mm512_cvtph_ps(_mm256_set_m128i(_mm_loadu_si128((const __m128i *)(second + 16)),
-                                                   _mm_loadu_si128((const __m128i *)(first + 16))));
-        for (int j = 0; j < (kind == TE_INT4 ? 4 : 8); j++) {
-            __m512i both = _mm512_inserti64x4(
-                _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(first + header + 32 * j))),
-                _mm256_loadu_si256((const __m256i *)(second + header + 32 * j)), 1);
-            w[j] = kind == TE_INT4 ? _mm512_and_si512(both, low) : both;
-            if (kind == TE_INT4)
-                w[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-        }
-#pragma GCC unroll 8
-        for (int t = 0; t < 8; t++) {
-            const TeGroup *xt = rows + (int64_t)t * groups;
-            __m512i dots = kind == TE_INT4 ? _mm512_setzero_si512() : _mm512_set1_epi32(xt->offset);
-#pragma GCC unroll 8
-            for (int j = 0; j < 8; j++) {
-                int32_t bytes;
-                memcpy(&bytes, xt->q + 4 * j, 4);
-                dots = _mm512_dpbusd_epi32(dots, w[j], _mm512_set1_epi32(bytes));
-            }
-            __m512 scales = _mm512_mul_ps(scale, _mm512_set1_ps(xt->scale));
-            sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scales, sums[t]);
-            if (kind != TE_INT8)
-                sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(xt->sum), sums[t]);
-        }
-    }
-    for (int t = 0; t < 8; t++) {
-        float *row = out + (token + t) * out_stride;
-        store_strip(row, (vf)_mm512_castps512_ps256(sums[t]), bias, strip * TE_TILE_ROWS, tiles->rows);
-        store_strip(row, (vf)_mm512_extractf32x8_ps(sums[t], 1), bias, (strip + 1) * TE_TILE_ROWS, tiles->rows);
-    }
-}
-#endif
+/* ---- panels: the tiles of four strips, unpacked once for many tokens into vectors of 16 rows ---- */
 
-TE_INLINE void quantized_strips(int kind, int num_tokens, int is_first, const TeTiles *tiles, const TeGroup *x,
-                                const float *bias, float *out, int64_t out_stride, int32_t first_strip,
-                                int32_t end_strip, int32_t token)
+#define PANEL_ROWS (TE_PANEL_STRIPS * TE_TILE_ROWS)
+#define PANEL_HALVES 2
+/* Measured: with so many groups and tokens a panel and its activations stay in the first cache. */
+#define PANEL_GROUPS 12
+#define PANEL_TOKENS 64
+#define PANEL_BLOCK 4 /* tokens that share a vector of weights; 16 chains of sums, half of the registers */
+
+typedef struct {
+    uint8_t quads[PANEL_HALVES][8][64];
+    float scale[PANEL_ROWS];
+    float min[PANEL_ROWS];
+} __attribute__((aligned(64))) PanelTile;
+
+TE_INLINE void unpack_tile(int kind, const uint8_t *tile, int strip, PanelTile *panel)
 {
-    /* One strip after the other: two at once would be two streams from memory, at half the speed (measured), and one is
-     * enough to keep the processor busy, since the dot products of its groups do not wait for each other. */
-    int32_t strip = first_strip;
-    (void)is_first;
-#if defined(__AVX512VNNI__)
-    /* The first tokens bring the weights into the cache, in one stream. */
-    for (; num_tokens == 8 && !is_first && strip + 2 <= end_strip; strip += 2)
-        wide_block(kind, tiles, x, bias, out, out_stride, strip, token);
-#endif
-    for (; strip < end_strip; strip++)
-        quantized_block(kind, num_tokens, tiles, x, bias, out, out_stride, strip, token);
+    Quad w[8];
+    vf_store(panel->scale + strip * TE_TILE_ROWS, vf_load_half((const uint16_t *)tile));
+    if (kind != TE_INT8)
+        vf_store(panel->min + strip * TE_TILE_ROWS, vf_load_half((const uint16_t *)tile + TE_TILE_ROWS));
+    load_quads(kind, tile + (kind == TE_INT8 ? 16 : 32), w);
+    for (int j = 0; j < 8; j++)
+        _mm256_store_si256((__m256i *)(panel->quads[strip / 2][j] + strip % 2 * 32), w[j]);
 }
+
+/* sums[token][row] goes on over the panel's groups with the operations of quantized_block. Here all tokens go through
+ * column after column: a broadcast serves 32 rows, and the dot products, each a chain of eight, advance together.
+ * Meanwhile `num_next` strips of tiles are fetched, of which the next panel will be made. */
+TE_INLINE void panel_block(int kind, int num_tokens, const PanelTile *panel, int32_t num_groups, const TeGroup *x,
+                           int64_t x_stride, float *sums, const uint8_t *next, size_t next_stride, int32_t num_next)
+{
+    const int tile_bytes = (kind == TE_INT8 ? 16 : 32) + (kind == TE_INT4 ? 128 : 256);
+    __m512 acc[PANEL_BLOCK][PANEL_HALVES];
+#pragma GCC unroll 4
+    for (int t = 0; t < num_tokens; t++)
+#pragma GCC unroll 2
+        for (int h = 0; h < PANEL_HALVES; h++)
+            acc[t][h] = _mm512_loadu_ps(sums + t * PANEL_ROWS + 16 * h);
+    for (int32_t group = 0; group < num_groups; group++, x++, panel++, next += tile_bytes) {
+        __m512i dots[PANEL_BLOCK][PANEL_HALVES];
+#pragma GCC unroll 4
+        for (int t = 0; t < num_tokens; t++)
+#pragma GCC unroll 2
+            for (int h = 0; h < PANEL_HALVES; h++)
+                dots[t][h] = _mm512_set1_epi32(kind == TE_INT4 ? 0 : x[t * x_stride].offset);
+        for (int32_t strip = 0; strip < num_next; strip++)
+            for (int line = 0; line < tile_bytes; line += 64)
+                __builtin_prefetch(next + (size_t)strip * next_stride + line);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            const __m512i low = _mm512_load_si512(panel->quads[0][j]), high = _mm512_load_si512(panel->quads[1][j]);
+#pragma GCC unroll 4
+            for (int t = 0; t < num_tokens; t++) {
+                int32_t bytes;
+                memcpy(&bytes, x[t * x_stride].q + 4 * j, 4);
+                const __m512i columns = _mm512_set1_epi32(bytes);
+                dots[t][0] = _mm512_dpbusd_epi32(dots[t][0], low, columns);
+                dots[t][1] = _mm512_dpbusd_epi32(dots[t][1], high, columns);
+            }
+        }
+#pragma GCC unroll 4
+        for (int t = 0; t < num_tokens; t++) {
+            const __m512 x_scale = _mm512_set1_ps(x[t * x_stride].scale), x_sum = _mm512_set1_ps(x[t * x_stride].sum);
+#pragma GCC unroll 2
+            for (int h = 0; h < PANEL_HALVES; h++) {
+                const __m512 scale = _mm512_mul_ps(_mm512_load_ps(panel->scale + 16 * h), x_scale);
+                acc[t][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t][h]), scale, acc[t][h]);
+                if (kind != TE_INT8)
+                    acc[t][h] = _mm512_fmadd_ps(_mm512_load_ps(panel->min + 16 * h), x_sum, acc[t][h]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < num_tokens; t++)
+#pragma GCC unroll 2
+        for (int h = 0; h < PANEL_HALVES; h++)
+            _mm512_storeu_ps(sums + t * PANEL_ROWS + 16 * h, acc[t][h]);
+}
+
+/* Up to TE_PANEL_STRIPS strips and PANEL_TOKENS tokens. */
+TE_INLINE void panel_product(int kind, const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,
+                             int64_t out_stride, int32_t strip, int32_t num_strips, int32_t first, int32_t count)
+{
+    PanelTile panel[PANEL_GROUPS];
+    float sums[PANEL_TOKENS * PANEL_ROWS];
+    const int32_t groups = tiles->groups, num_panels = (groups + PANEL_GROUPS - 1) / PANEL_GROUPS;
+    const int32_t groups_per_panel = (groups + num_panels - 1) / num_panels;
+    const size_t tile_bytes = te_tile_strip_bytes(kind, TE_GROUP), strip_bytes = tile_bytes * (size_t)groups;
+    const uint8_t *tile = tiles->data + (size_t)strip * strip_bytes;
+    const int32_t fetched_per_block = count >= 4 * PANEL_BLOCK ? 1 : 2;
+    memset(sums, 0, (size_t)count * PANEL_ROWS * sizeof(float));
+    for (int32_t group = 0; group < groups; group += groups_per_panel) {
+        const int32_t num_groups = TE_MIN(groups_per_panel, groups - group);
+        for (int32_t s = 0; s < TE_PANEL_STRIPS; s++)
+            for (int32_t g = 0; g < num_groups; g++)
+                /* Where there are fewer strips the last one comes again: its sums are not used. */
+                unpack_tile(kind, tile + (size_t)TE_MIN(s, num_strips - 1) * strip_bytes + (size_t)g * tile_bytes, s,
+                            panel + g);
+        const int is_last = group + groups_per_panel >= groups;
+        tile += (size_t)num_groups * tile_bytes;
+        const uint8_t *next = is_last ? tile + (TE_PANEL_STRIPS - 1) * strip_bytes : tile;
+        const TeGroup *columns = x + (int64_t)first * groups + group;
+        for (int32_t token = 0, fetched = 0; token < count; fetched += fetched_per_block) {
+            const int32_t num_next = TE_MAX(0, TE_MIN(fetched_per_block, TE_PANEL_STRIPS - fetched));
+#define TE_TOKENS(n)                                                                                                   \
+    panel_block(kind, n, panel, num_groups, columns + (int64_t)token * groups, groups, sums + token * PANEL_ROWS,      \
+                next + (size_t)fetched * strip_bytes, strip_bytes, num_next);                                          \
+    token += n
+            if (count - token >= 4) {
+                TE_TOKENS(4);
+            } else if (count - token >= 2) {
+                TE_TOKENS(2);
+            } else {
+                TE_TOKENS(1);
+            }
+#undef TE_TOKENS
+        }
+    }
+    for (int32_t t = 0; t < count; t++)
+        for (int32_t s = 0; s < num_strips; s++)
+            store_strip(out + (first + t) * out_stride, vf_load(sums + t * PANEL_ROWS + s * TE_TILE_ROWS), bias,
+                        (strip + s) * TE_TILE_ROWS, tiles->rows);
+}
+#endif
 
 TE_INLINE void quantized_linear(int kind, const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,
                                 int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
 {
     int32_t token = first;
+#if defined(__AVX512VNNI__)
+    for (; end - token >= TE_PANEL_MIN_TOKENS; token = TE_MIN(token + PANEL_TOKENS, end))
+        for (int32_t strip = first_strip; strip < end_strip; strip += TE_PANEL_STRIPS)
+            panel_product(kind, tiles, x, bias, out, out_stride, strip, TE_MIN(TE_PANEL_STRIPS, end_strip - strip),
+                          token, TE_MIN(PANEL_TOKENS, end - token));
+#endif
     while (token < end) {
         int32_t count = end - token;
+        /* One strip after the other: two at once would be two streams from memory, at half the speed (measured), and
+         * one is enough to keep the processor busy, since the dot products of its groups do not wait for each other. */
 #define TE_TOKENS(n)                                                                                                   \
-    quantized_strips(kind, n, token == first, tiles, x, bias, out, out_stride, first_strip, end_strip, token);         \
+    for (int32_t strip = first_strip; strip < end_strip; strip++)                                                      \
+        quantized_block(kind, n, tiles, x, bias, out, out_stride, strip, token);                                       \
     token += n
-        if (TE_MAX_TOKENS >= 8 && count >= 8) {
-            TE_TOKENS(8);
-        } else if (TE_MAX_TOKENS >= 4 && count >= 4) {
+        if (TE_MAX_TOKENS >= 4 && count >= 4) {
             TE_TOKENS(4);
         } else if (TE_MAX_TOKENS >= 4 && count >= 2) {
             TE_TOKENS(2);
@@ -487,7 +546,7 @@ static void linear_piece(const TeTiles *tiles, const void *x, const float *bias,
     }
 }
 
-/* Weights that all tokens go through, eight at a time, should stay in the processor's own cache meanwhile. */
+/* Weights that all tokens go through, a few at a time, should stay in the processor's own cache meanwhile. */
 static void linear(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
                    int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
 {
