@@ -117,5 +117,5 @@ class Drafting:
             if new_block_ids is None:
                 return max(0, request.num_slots - end)
             work.new_block_ids = [*work.new_block_ids, *new_block_ids]
-            request.num_slots = self._kv_cache.num_blocks_for(end + num_tokens) * self._block_size
+            request.num_slots = end + num_tokens + -(end + num_tokens) % self._block_size
         return num_tokens

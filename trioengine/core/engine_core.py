@@ -312,8 +312,8 @@ class EngineCore:
             clients[request.client].outbox.add_cached_tokens(request.slot, request.num_cached_tokens or 0)
         if len(clients) == 1:
             (state,) = clients.values()
-            state.outbox.slots.extend([request.slot for request in outcome.requests])
-            state.outbox.tokens.extend(outcome.tokens)
+            state.outbox.slots.fromlist([request.slot for request in outcome.requests])
+            state.outbox.tokens.fromlist(outcome.tokens)
         else:
             for request, token in zip(outcome.requests, outcome.tokens, strict=True):
                 outbox = clients[request.client].outbox

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trioengine.types.params import SamplingParams
 
 NO_TOKEN = -1
-"""In `StepResult.tokens`: this sequence's prompt is not complete, so nothing was sampled."""
+"""In `StepResult.tokens`: nothing was sampled, for this sequence's prompt is not complete, or its `max_tokens` is 0."""
 
 
 @attrs.frozen

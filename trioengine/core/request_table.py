@@ -35,10 +35,6 @@ class RequestTable:
         self._kv_cache = kv_cache
         self._block_size = config.block_size
 
-    def num_slots(self, num_tokens: int) -> int:
-        """Tokens that the blocks for this many have room for."""
-        return self._kv_cache.num_blocks_for(num_tokens) * self._block_size
-
     def start(self, request: Request, admission: Admission) -> None:
         """Let a waiting request run that was given its first blocks. Its work begins behind what is cached."""
         self.waiting.remove(request)

@@ -61,6 +61,7 @@ class Scheduler:
         self.drafting = Drafting(config, kv_cache, structured_outputs)
         self._config = config
         self._kv_cache = kv_cache
+        self._block_size = config.block_size
         self._has_priorities = config.scheduling_policy is SchedulingPolicy.PRIORITY
         self._table = RequestTable(config, kv_cache)
         self._results = ResultReader(self._table, kv_cache, self.drafting.speculator)
@@ -213,34 +214,48 @@ class Scheduler:
     def _advance(self, step: Step, running: Iterable[Request]) -> None:
         """Schedule the next tokens of running requests."""
         budget = step.num_tokens_left
-        scheduled, requests = step.scheduled, step.requests
+        append_work, append_request = step.scheduled.append, step.requests.append
         # Making room takes requests from the list's end only, so the loop then just ends earlier.
         for request in running:
             work = request.work
             start = work.num_computed_tokens + work.num_tokens
-            known = len(request.token_ids)
-            num_tokens = known - start
-            if num_tokens == 0:  # The step in flight samples the token that this one begins with.
-                if known + 1 >= request.max_total_tokens:
-                    continue  # And that is its last.
-                num_tokens = 1
-            elif num_tokens > 1:
-                num_tokens = self._num_prompt_tokens(step, request, num_tokens, budget)
-            if num_tokens > budget:
+            num_known = len(request.token_ids)
+            if num_known > start + 1:
+                num_tokens = self._advance_prompt(step, request, start, budget)
+                if not num_tokens:
+                    break
+                budget -= num_tokens
+                continue
+            # The token is known, or else the step in flight samples it; that may be its last.
+            if num_known == start and num_known + 1 >= request.max_total_tokens:
+                continue
+            if not budget:
                 break
-            end = start + num_tokens
-            if end <= request.num_slots:
+            if start < request.num_slots:
                 work.new_block_ids = ()
-            elif not self._make_room(request, start, end):
+            elif not self._make_room(request, start, start + 1):
                 break
             work.num_computed_tokens = start
-            work.num_tokens = num_tokens
-            budget -= num_tokens
-            if num_tokens > 1 or end < known:
-                self._note_prompt(step, request, end)
-            scheduled.append(work)
-            requests.append(request)
+            work.num_tokens = 1
+            budget -= 1
+            append_work(work)
+            append_request(request)
         step.num_tokens_left = budget
+
+    def _advance_prompt(self, step: Step, request: Request, start: int, budget: int) -> int:
+        """Schedule the next of several known tokens of a running request; how many. None where there is no room."""
+        if not budget:
+            return 0
+        num_tokens = self._num_prompt_tokens(step, request, len(request.token_ids) - start, budget)
+        end, work = start + num_tokens, request.work
+        if end <= request.num_slots:
+            work.new_block_ids = ()
+        elif not self._make_room(request, start, end):
+            return 0
+        work.num_computed_tokens = start
+        work.num_tokens = num_tokens
+        self._schedule_prompt(step, request, end)
+        return num_tokens
 
     def _admit(self, step: Step, before: int | None = None) -> None:
         """Start waiting requests while there is room.
@@ -302,30 +317,31 @@ class Scheduler:
         step.num_tokens_left -= work.num_tokens
         step.is_plain = step.is_plain and not request.is_special
         end = start + work.num_tokens
-        request.num_slots = self._table.num_slots(end if self._kv_cache.has_windows else known)
-        self._note_prompt(step, request, end)
-        step.scheduled.append(work)
-        step.requests.append(request)
+        num_slots = end if self._kv_cache.has_windows else known
+        request.num_slots = num_slots + -num_slots % self._block_size
+        self._schedule_prompt(step, request, end)
         step.new.append(request.new_sequence())
 
     def _num_prompt_tokens(self, step: Step, request: Request, num_tokens: int, budget: int) -> int:
         """How many of the next `num_tokens` known tokens of a request a step with this budget computes."""
-        num_tokens = max(1, min(num_tokens, budget))
+        num_tokens = min(num_tokens, budget)
         if request.is_long:
             num_tokens = min(num_tokens, self._config.long_prefill_token_threshold)
         if request.has_prompt_logprobs:  # Each of the prompt's tokens takes a row.
             num_tokens = min(num_tokens, 1 + step.num_extra_rows)
         return num_tokens
 
-    def _note_prompt(self, step: Step, request: Request, end: int) -> None:
-        """Count the part of a prompt, up to `end`, that the step computes; others may use it from now on, also those
-        that start in the same step."""
+    def _schedule_prompt(self, step: Step, request: Request, end: int) -> None:
+        """Let the step compute the part of a prompt up to `end`. Others may use it from now on, also those that start
+        in the same step."""
         self._kv_cache.commit(request.sequence_id, request.token_ids, end)
         if request.has_prompt_logprobs:
             step.num_extra_rows -= request.work.num_tokens - 1
         if end < len(request.token_ids):
             step.incomplete.add(len(step.scheduled))
             step.num_long_prefills += request.is_long
+        step.scheduled.append(request.work)
+        step.requests.append(request)
 
     def _make_room(self, request: Request, start: int, end: int) -> bool:
         """Find blocks, from the last running requests if need be; False when the request itself had to give."""
@@ -335,7 +351,7 @@ class Scheduler:
             new_block_ids = self._kv_cache.allocate(request.sequence_id, end, start)
             if new_block_ids is not None:
                 request.work.new_block_ids = new_block_ids
-                request.num_slots = self._table.num_slots(end)
+                request.num_slots = end + -end % self._block_size
                 return True
             victim = self._table.running.pop()
             self._table.preempt(victim)

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import attrs
 
+from trioengine.config.engine import SchedulingPolicy
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
 from trioengine.core.executor import BlockCopy, NewSequence, StepPlan, TokenLogprobs
@@ -35,6 +36,7 @@ def make_core_config(
     max_model_len: int = 64,
     block_size: int = 4,
     vocab_size: int = 1000,
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS,
 ) -> CoreConfig:
     """Limits with small defaults."""
     return CoreConfig(
@@ -43,6 +45,7 @@ def make_core_config(
         max_model_len=max_model_len,
         block_size=block_size,
         vocab_size=vocab_size,
+        scheduling_policy=scheduling_policy,
     )
 
 
