@@ -12,7 +12,7 @@ from trioengine.types.messages import PauseMode
 def test_only_waiting_pauses_compute(mode: PauseMode, is_sleep: bool) -> None:
     """What was there goes on, and what comes is held."""
     pause = Pause()
-    assert not (pause.is_on or pause.is_frozen or pause.holds(0))
+    assert [pause.is_on, pause.is_frozen, pause.holds(0)] == [False, False, False]
     pause.begin(mode, 5, is_sleep=is_sleep)
     assert pause.is_on
     assert pause.is_frozen is (mode is not PauseMode.WAIT)
