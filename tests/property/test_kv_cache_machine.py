@@ -93,7 +93,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.prefixes: dict[bytes, Prefix] = {root_hash(namespace): (namespace, ()) for namespace in NAMESPACES}
         self.findable: list[set[Prefix]] = [set() for _ in groups]
         self.last_event = 0
-        self.has_failed = False
+        self.forgotten: list[set[Prefix]] = [set() for _ in groups]
+        self.has_orphans = False  # Content whose beginning was forgotten alone.
         self.num_resets = 0
 
     # What a scheduler does
@@ -156,7 +157,6 @@ class KVCacheMachine(RuleBasedStateMachine):
             del self.scheduled[other]
             self.preempted[other] = self.live.pop(other)
             self.kv_cache.free(other)
-        self.has_failed = True
         self._read_events(may_forget=True)
 
     @precondition(lambda self: self.live.keys() > self.scheduled.keys())
@@ -167,9 +167,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         self._read_events()
 
     @precondition(lambda self: not self.scheduled)
-    @rule()
-    def reset(self) -> None:
-        """Nothing that was computed until now is found any more, nor what is computed from it."""
+    @rule(is_time=st.sampled_from([False, False, False, True]))
+    def reset(self, is_time: bool) -> None:
+        """Nothing that was computed until now is found any more, nor what is computed from it. It is not often time."""
+        if not is_time:
+            return
         self.kv_cache.reset_prefix_cache()
         self.num_resets += 1
         self._read_events(may_forget=True)
@@ -309,10 +311,10 @@ class KVCacheMachine(RuleBasedStateMachine):
     def _hear(self, failed: list[Failed]) -> None:
         affected: set[int] = set()
         for failure in failed:
-            self.has_failed = True
             if failure.copy:
                 affected |= self.kv_cache.drop_loaded([failure.copy])
             else:
+                self.has_orphans = True
                 affected |= self.kv_cache.free_failed(failure.sequence_id, failure.num_computed)
                 affected.discard(failure.sequence_id)
                 self.live.pop(failure.sequence_id, None)
@@ -352,13 +354,14 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def _check_live(self, sequence_id: int, live: Live) -> None:
         """What a sequence has committed can be found, as long as it has it."""
-        if live.num_resets < self.num_resets or self.has_failed:
+        if live.num_resets < self.num_resets:
             return
         for number, table in enumerate(live.tables):
             for i in range(live.num_committed_blocks):
                 if table[i] >= 0:
                     prefix = live.prefix((i + 1) * self.block_size - 1)
-                    assert prefix in self.findable[number], f"block {i} of sequence {sequence_id} is not found"
+                    found = self.findable[number] | self.forgotten[number]
+                    assert prefix in found, f"block {i} of sequence {sequence_id} is not found"
 
     def _num_behind(self, number: int, num_computed: int) -> int:
         window = self.groups[number].window
@@ -404,11 +407,14 @@ class KVCacheMachine(RuleBasedStateMachine):
                     assert self.prefixes.setdefault(event.block_hash, prefix) == prefix
                     assert prefix not in self.findable[event.group]
                     self.findable[event.group].add(prefix)
+                    self.forgotten[event.group].discard(prefix)
                 case BlockRemoved():
                     assert may_evict or may_forget
                     namespace, prefix = self.prefixes[event.removed_hash]
                     self.findable[event.group].remove((namespace, prefix))
-                    if not may_forget and not self.has_failed and not self.groups[event.group].window:
+                    if may_forget:
+                        self.forgotten[event.group].add((namespace, prefix))
+                    elif not self.has_orphans and not self.groups[event.group].window:
                         longer = [
                             other
                             for of, other in self.findable[event.group]

@@ -54,6 +54,15 @@ class KVCacheStatistics:
     """Blocks filled from there."""
 
 
+@attrs.frozen
+class _Filled:
+    """A block with certain content."""
+
+    group: int
+    block_id: int
+    block_hash: bytes
+
+
 @attrs.define(eq=False)
 class _Sequence:
     hashes: list[bytes]
@@ -65,6 +74,29 @@ class _Sequence:
     """Blocks at its beginning that were found, or can be found."""
     can_commit: bool = True
     """Not after a reset: what it has must not be found, nor what comes from it."""
+
+    def hashes_from(self, first: int) -> Sequence[bytes]:
+        """Of its committed blocks from the `first`-th on."""
+        return self.hashes[first + 1 : self.num_committed_blocks + 1]
+
+    def filled_from(self, first: int) -> set[_Filled]:
+        """Its committed blocks from the `first`-th on, as far as it still has them."""
+        return {
+            _Filled(group, block_id, block_hash)
+            for group, table in enumerate(self.tables)
+            for block_id, block_hash in zip(table[first:], self.hashes_from(first), strict=False)
+            if block_id != NO_BLOCK
+        }
+
+    def first_of(self, filled: Collection[_Filled], left_behind: Collection[bytes]) -> int | None:
+        """Its first block that is one of `filled`, or is behind a window and was one of `left_behind`."""
+        for i, block_hash in enumerate(self.hashes_from(0)):
+            block_ids = [table[i] for table in self.tables]
+            if NO_BLOCK in block_ids and block_hash in left_behind:
+                return i
+            if any(_Filled(group, block_id, block_hash) in filled for group, block_id in enumerate(block_ids)):
+                return i
+        return None
 
 
 @attrs.frozen(eq=False)
@@ -323,7 +355,7 @@ class KVCacheManager:
             lives.append(sequence)
         affected = self._forget_from(lives, num_computed_tokens, is_planned=True)
         for life in lives:
-            for block_hash in life.hashes[1 : life.num_committed_blocks + 1]:
+            for block_hash in life.hashes_from(0):
                 for group in self._groups:
                     group.forget(block_hash)
         if sequence:
@@ -336,10 +368,13 @@ class KVCacheManager:
         Returns:
             The sequences that hold such blocks, as `free_failed` has them.
         """
-        failed = list(failed)
-        block_hashes = {loads[copy] for copy in failed for loads in self._loads_in_flight if copy in loads}
-        wrong_blocks = {(copy.group, copy.block_id) for copy in failed}
-        return self._forget_derived(block_hashes, wrong_blocks, is_planned=True)
+        wrong = {
+            _Filled(copy.group, copy.block_id, loads[copy])
+            for copy in failed
+            for loads in self._loads_in_flight
+            if copy in loads
+        }
+        return self._forget_derived({block.block_hash for block in wrong}, wrong, is_planned=True)
 
     def reset_prefix_cache(self) -> None:
         """Let nothing be found any more that was computed until now, nor what is computed from it.
@@ -448,20 +483,18 @@ class KVCacheManager:
     def _forget_from(self, lives: Sequence[_Sequence], num_computed_tokens: int, *, is_planned: bool) -> set[int]:
         """Forget what a sequence, in one life or several, committed from a position on; as `_forget_derived`."""
         first = num_computed_tokens // self._block_size
-        lives = [life for life in lives if first < life.num_committed_blocks]
-        wrong_blocks = set[tuple[int, int]]().union(*(_blocks_from(life, first) for life in lives))
-        return self._forget_derived({life.hashes[first + 1] for life in lives}, wrong_blocks, is_planned=is_planned)
+        block_hashes = {block_hash for life in lives for block_hash in life.hashes_from(first)}
+        wrong = {block for life in lives for block in life.filled_from(first)}
+        return self._forget_derived(block_hashes, wrong, is_planned=is_planned)
 
-    def _forget_derived(
-        self, block_hashes: set[bytes], wrong_blocks: set[tuple[int, int]], *, is_planned: bool
-    ) -> set[int]:
+    def _forget_derived(self, block_hashes: set[bytes], wrong: set[_Filled], *, is_planned: bool) -> set[int]:
         """Forget content and what was computed from it; the sequences that use it.
 
-        `wrong_blocks`, of group and block, have this content. Other blocks that have it too are forgotten with them,
-        which costs time only, but who uses those is not affected. Where the step that was to make them `is_planned`,
-        sequences may have used them and be gone, or have left them behind a window, since.
+        `wrong` are the blocks that have this content. Others that have it too are forgotten with them, which costs time
+        only, but who uses those is not affected. Where the step that was to fill them `is_planned`, sequences may have
+        used them and be gone, or have left them behind a window, since.
         """
-        if not wrong_blocks and not block_hashes:
+        if not block_hashes:
             return set()
         for block_hash in descendants(self._groups, block_hashes):
             for group in self._groups:
@@ -475,35 +508,17 @@ class KVCacheManager:
             num_waiting = len(waiting)
             others: list[tuple[int | None, _Sequence]] = []
             for sequence_id, sequence in waiting:
-                first = _first_wrong_block(sequence, block_hashes if is_planned else (), wrong_blocks)
+                first = sequence.first_of(wrong, block_hashes if is_planned else ())
                 if first is None:
                     others.append((sequence_id, sequence))
                     continue
                 # What comes behind was computed from it, perhaps by this sequence, and others may have only that.
-                wrong_blocks |= _blocks_from(sequence, first)
+                wrong |= sequence.filled_from(first)
                 if sequence_id is not None:
                     affected.add(sequence_id)
             waiting = others
         self._committed_in_step -= affected
         return affected
-
-
-def _first_wrong_block(
-    sequence: _Sequence, block_hashes: Collection[bytes], wrong_blocks: set[tuple[int, int]]
-) -> int | None:
-    for i, block_ids in enumerate(zip(*sequence.tables, strict=True)):
-        if any(block in wrong_blocks for block in enumerate(block_ids)):
-            return i
-        # Of what the window has left behind since it was used, the hash is all that is known.
-        if NO_BLOCK in block_ids and i < sequence.num_committed_blocks and sequence.hashes[i + 1] in block_hashes:
-            return i
-    return None
-
-
-def _blocks_from(sequence: _Sequence, first: int) -> set[tuple[int, int]]:
-    """Group and id of a sequence's blocks from its `first`-th on."""
-    tables = enumerate(sequence.tables)
-    return {(number, block_id) for number, table in tables for block_id in table[first:] if block_id != NO_BLOCK}
 
 
 def _by_block(tables: Sequence[Sequence[int]]) -> Sequence[int]:

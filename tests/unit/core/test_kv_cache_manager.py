@@ -7,7 +7,7 @@ import pytest
 
 from trioengine.core.executor import BlockCopy, KVCacheGroup
 from trioengine.core.kv_cache_manager import Admission, KVCacheManager, KVCacheStatistics
-from trioengine.core.prefix_cache import cache_namespace, root_hash
+from trioengine.core.prefix_cache import cache_namespace, extend_hashes, root_hash
 from trioengine.types.messages import AllBlocksCleared, BlockRemoved, BlockStored
 
 BLOCK_SIZE = 4
@@ -250,6 +250,14 @@ def test_a_refused_sequence_is_admitted_when_others_have_computed_its_prefix() -
     assert kv_cache.admit(2, token_ids) == Admission(4, [0, 3, 4])
 
 
+def test_a_refused_sequence_is_admitted_when_it_asks_for_less() -> None:
+    """The step that it would be part of has less room, and its window needs fewer blocks at once."""
+    kv_cache = KVCacheManager([KVCacheGroup(2, window=5)], BLOCK_SIZE, enable_prefix_caching=True)
+    token_ids = tokens(A, B, C)
+    assert kv_cache.admit(1, token_ids, max_new_tokens=9) is None
+    assert kv_cache.admit(1, token_ids, max_new_tokens=8) == Admission(0, [0, 1])
+
+
 def test_room_may_be_given_for_one_step() -> None:
     """Beyond what is cached; later steps allocate what they need."""
     kv_cache = make_kv_cache()
@@ -363,6 +371,20 @@ def test_a_prefix_is_found_as_far_as_all_groups_have_it() -> None:
     assert compute(kv_cache, 2, tokens(A, B, C, D, [2])) == 16
     assert compute(kv_cache, 3, tokens(A, B, C, [3])) == 12
     assert compute(kv_cache, 4, tokens(A, B, [4])) == 0
+
+
+def test_what_one_window_misses_shortens_what_the_others_need() -> None:
+    """Until all agree: of the prefix that is left a group needs other blocks, which it may miss too."""
+    groups = [KVCacheGroup(20, window=5), KVCacheGroup(20, window=5)]
+    kv_cache = KVCacheManager(groups, BLOCK_SIZE, enable_prefix_caching=True)
+    compute(kv_cache, 1, tokens(A, B, C, D, [1]))
+    hashes = [root_hash(b"")]
+    extend_hashes(hashes, tokens(A, B, C, D), BLOCK_SIZE, 4)
+    first, second = kv_cache._groups  # pyright: ignore[reportPrivateUsage]
+    first.forget(hashes[3])
+    assert compute(kv_cache, 2, tokens(A, B, C, D, [2])) == 16
+    second.forget(hashes[4])
+    assert compute(kv_cache, 3, tokens(A, B, C, D, [3])) == 8
 
 
 @pytest.mark.parametrize(
@@ -520,13 +542,16 @@ def test_who_has_left_a_failed_block_behind_since_is_named() -> None:
 def test_who_used_what_was_computed_from_a_failure_and_freed_is_named() -> None:
     """Though it has a block of its own in the place of the failed one: another had computed the same."""
     kv_cache = make_kv_cache(20)
-    admit_in_step(kv_cache, 1, tokens(A, [1]))
+    admit_in_step(kv_cache, 1, tokens(A))
     kv_cache.admit(2, tokens(A, [2]), use_cached=False)
     kv_cache.commit(2, tokens(A, [2]), 4)
     admit_in_step(kv_cache, 3, tokens(A, B, [3]))
     kv_cache.take_copies()
+    [[failed]] = kv_cache.block_tables(1)
     kv_cache.free(1)
     kv_cache.free(3)
+    # Whoever has got the failed block for something else since is not affected.
+    assert kv_cache.admit(5, tokens(C, [5])) == Admission(0, [failed, 4])
     assert admit_in_step(kv_cache, 4, tokens(A, B, [4])) == 8
     assert kv_cache.block_tables(4)[0][0] == kv_cache.block_tables(2)[0][0]
     kv_cache.take_copies()
