@@ -79,7 +79,8 @@ def _number(value: object, name: str, place: str) -> float | None:
     if value is None:
         return None
     low, high = _RANGES[name]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or (name in _WHOLE and value != int(value)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise CheckpointError(f"{place} is {str(value)[:50]}, which is no {name}.")
+    if name in _WHOLE and value != int(value):
+        raise CheckpointError(f"{place} is {value}, which is no whole number.")
     return float(value)

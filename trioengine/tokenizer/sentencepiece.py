@@ -21,6 +21,8 @@ MAX_PIECES = 1 << 21
 """The largest vocabularies in use have 300,000."""
 MAX_JOINED_CHARS = 256
 """Longer pieces cannot be joined from text: real ones have 16 characters, and every cut of a piece is tried."""
+MAX_CUTS = 1 << 24
+"""Of all pieces together, which takes some seconds; the largest vocabularies in use have two million."""
 MAX_MERGES = 1 << 22
 """A vocabulary of 262,144 pieces has 514,906."""
 SPACE = "▁"
@@ -181,6 +183,8 @@ def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
     # Control and byte tokens are never joined from text.
     joinable = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
     ids = {piece: token_id for token_id, piece in enumerate(model.pieces) if model.types[token_id] in joinable}
+    if sum(map(len, ids)) > MAX_CUTS:
+        raise CheckpointError(f"Its pieces have more than {MAX_CUTS} characters.")
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, token_id in ids.items():
         for cut in range(1, len(piece) if len(piece) <= MAX_JOINED_CHARS else 1):

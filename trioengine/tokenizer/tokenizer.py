@@ -20,7 +20,7 @@ from trioengine.config import env
 from trioengine.errors import CheckpointError, RequestError
 from trioengine.tokenizer.from_folder import read_folder_tokenizer
 from trioengine.tokenizer.from_gguf import read_gguf_tokenizer
-from trioengine.tokenizer.parts import TokenizerFacts
+from trioengine.tokenizer.parts import TokenizerFacts, library_errors_as_checkpoint_errors
 from trioengine.tokenizer.token_bytes import read_token_bytes
 
 LONG_TEXT_CHARS = 1 << 16
@@ -37,15 +37,19 @@ def load_tokenizer(location: ModelLocation) -> "Tokenizer":
     Raises:
         CheckpointError: a file is missing or damaged, or the tokenizer is of a kind that is not supported.
     """
-    match location.kind:
-        case ModelKind.GGUF:
-            parts = read_gguf_tokenizer(location.path)
-        case ModelKind.FOLDER:
-            parts = read_folder_tokenizer(location.path, env.cache_dir())
+    path = str(location.path)
     try:
-        return Tokenizer(parts.backend, parts.facts)
+        with library_errors_as_checkpoint_errors("the tokenizer cannot be used"):
+            match location.kind:
+                case ModelKind.GGUF:
+                    parts = read_gguf_tokenizer(location.path)
+                case ModelKind.FOLDER:
+                    parts = read_folder_tokenizer(location.path, env.cache_dir())
+            return Tokenizer(parts.backend, parts.facts)
     except CheckpointError as error:
-        raise CheckpointError(f"{location.path}: {error.message}", path=str(location.path)) from error
+        if error.path is not None:
+            raise
+        raise CheckpointError(f"{path}: {error.message}", path=path) from error
 
 
 class Tokenizer:
@@ -317,6 +321,12 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
                 "which is no character."
             ) from error
         raise
+    except BaseException as error:
+        # The border to the model's own rules: a pattern may give up on a text, which the library does not even raise
+        # as an `Exception`, and some vocabularies cannot spell every character. This text caused it.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"The model's tokenizer cannot read this text: {str(error)[:200]}.") from error
 
 
 def _whole_text(data: bytes) -> str | None:

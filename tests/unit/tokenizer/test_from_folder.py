@@ -1,11 +1,15 @@
+import functools
 import io
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -342,6 +346,57 @@ def test_a_crash_inside_the_library_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(ModelLocation(ModelKind.FOLDER, tmp_path, "test"))
+
+
+def test_a_text_that_the_models_pattern_gives_up_on_is_the_requests_fault(tmp_path: Path) -> None:
+    """The library panics then, which Python sees as no `Exception`; others go on."""
+    backend = make_backend()
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    tokenizer = load(tmp_path, backend)
+    with pytest.raises(RequestError, match="cannot read this text"):
+        tokenizer.encode("a" * 30 + "b")
+    assert len(tokenizer.encode("ab")) == 2
+
+
+def test_a_text_that_the_vocabulary_cannot_spell_is_the_requests_fault(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], None, False))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = load(tmp_path, backend)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(RequestError, match="cannot read this text"):
+        tokenizer.encode("b")
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The paths of everything in a JSON value, but a vocabulary's words."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        if key != "vocab":
+            yield from places(item, (*path, key))
+
+
+odd_values = st.sampled_from([None, True, -1, 0, 2**40, 1.5, "", "a", "▁" * 300, "(", [], [[]], {}, {"type": "Strip"}])
+
+
+@given(st.data())
+def test_a_damaged_tokenizer_json_is_a_clear_error_or_another_tokenizer(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    backend = make_backend()
+    backend.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 0)])
+    parsed = json.loads(backend.to_str())
+    path = data.draw(st.sampled_from(sorted(places(parsed), key=str)))
+    target = functools.reduce(lambda value, key: value[key], path[:-1], parsed)
+    target[path[-1]] = data.draw(odd_values)
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / "tokenizer.json").write_text(json.dumps(parsed))
+    try:
+        tokenizer = load_tokenizer(ModelLocation(ModelKind.FOLDER, folder, "test"))
+        ids = tokenizer.encode("hi <s>")
+    except (CheckpointError, RequestError):
+        return
+    assert isinstance(tokenizer.decode(ids), str)
 
 
 def test_a_decoder_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -170,6 +170,9 @@ def test_a_vocabulary_that_could_be_joined_in_too_many_ways_is_refused(monkeypat
     monkeypatch.setattr("trioengine.tokenizer.sentencepiece.MAX_MERGES", 1000)
     with pytest.raises(CheckpointError, match="more than 1000 ways"):
         build_sentencepiece(model)
+    monkeypatch.setattr("trioengine.tokenizer.sentencepiece.MAX_CUTS", 1000)
+    with pytest.raises(CheckpointError, match="more than 1000 characters"):
+        build_sentencepiece(model)
 
 
 def test_unigram_needs_a_piece_for_what_it_does_not_know() -> None:
