@@ -114,11 +114,11 @@ class EngineCore:
                 self._settle_replies()
             case CallRequest():
                 reply = run_call(self, client, message)
-                if isinstance(reply, Reply):
-                    return reply
-                self._clients.setdefault(client, _Client())
-                self._deferred.append(reply)
+                if isinstance(reply, DeferredReply):
+                    self._clients.setdefault(client, _Client())
+                    self._deferred.append(reply)
                 self._settle_replies()
+                return reply if isinstance(reply, Reply) else None
             case Stop():
                 raise TypeError("Stop ends the loop around the core.")
         return None
@@ -127,6 +127,7 @@ class EngineCore:
         """Let requests go on whose grammars have been compiled. Cheap; for each turn of the loop."""
         if self._held and self._structured_outputs is not None and self._structured_outputs.poll():
             self._release()
+            self._settle_replies()
 
     def step(self) -> None:
         """Plan and submit a step if one may be, and take in the result of the oldest one in flight when no other may be

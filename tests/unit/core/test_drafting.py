@@ -369,3 +369,15 @@ def test_a_pause_waits_for_a_request_that_waits_for_its_grammar() -> None:
     driver.call(ResumeGeneration())
     driver.run()
     assert later.tokens == [7, 8]
+
+
+def test_a_pause_waits_no_longer_for_a_grammar_that_does_not_compile() -> None:
+    """The reply comes without a step."""
+    driver, outputs = structured()
+    add(driver, 0, "later 5 6")
+    assert driver.begin_call(PauseGeneration(PauseMode.WAIT)) is None
+    outputs.compile(error=EngineGenerateError("no"))
+    driver.core.poll()
+    assert not driver.core.has_work
+    driver.take_all()
+    assert len(driver.replies) == 1

@@ -356,17 +356,23 @@ def test_requests_that_arrive_together_compute_a_common_prefix_once() -> None:
         assert answer.tokens == generate_alone((*PROMPT, slot), 4, vocab_size=1000)
 
 
-def test_one_that_used_what_a_failed_one_was_to_compute_is_computed_again() -> None:
-    """Neither the failed one's prefix nor what was computed from it is found any more."""
-    driver = CoreDriver(CACHING, fails=lambda new, _: new.seed == 9)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_one_that_used_what_a_failed_one_was_to_compute_is_computed_again(async_scheduling: bool) -> None:
+    """Neither the failed one's prefix nor what was computed from it is found any more, also not by one that starts while
+    nobody knows yet."""
+    config = attrs.evolve(CACHING, async_scheduling=async_scheduling)
+    driver = CoreDriver(config, fails=lambda new, _: new.seed == 9)
     failing = driver.add(make_core_request(0, PROMPT, seed=9))
     other = driver.add(make_core_request(1, PROMPT))
+    driver.step()
+    later = driver.add(make_core_request(2, PROMPT))
     driver.step()
     driver.take()
     assert failing.finished is not None
     assert failing.finished.error is not None
-    assert not other.tokens
+    assert not failing.tokens
     driver.run()
+    assert later.tokens == generate_alone(PROMPT, 4, vocab_size=1000)
     assert other.tokens == generate_alone(PROMPT, 4, vocab_size=1000)
     third = driver.add(make_core_request(1, PROMPT))
     driver.run()

@@ -185,9 +185,10 @@ def test_a_core_that_is_woken_up_before_it_sleeps_does_not_sleep() -> None:
     driver, tokens = running()
     assert driver.begin_call(Sleep(1, PauseMode.WAIT)) is None
     driver.call(WakeUp())
+    driver.take_all()
+    assert len(driver.replies) == 1
     driver.run()
     assert tokens == ALONE
-    assert len(driver.replies) == 1
     assert driver.executor.sleep_levels == []
 
 
