@@ -23,7 +23,7 @@ def pool(library: Library) -> ThreadPool:
     return ThreadPool(library, 2)
 
 
-X86 = [Isa.AVX2, Isa.VNNI]
+X86 = [Isa.AVX2, Isa.AVX_VNNI, Isa.VNNI]
 OF_THIS_MACHINE = [
     isa for isa in Isa if isa is Isa.PORTABLE or (isa in X86) == (platform.machine() in ("x86_64", "AMD64"))
 ]

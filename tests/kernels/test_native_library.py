@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,16 @@ def test_a_compiler_that_fails_is_reported_with_its_words(tmp_path, tiny_sources
     with pytest.raises(NativeUnavailableError, match="not today"):
         native.load_library(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_an_old_compiler_leaves_out_the_processors_that_it_does_not_know(tmp_path, tiny_sources, compiler):
+    old = tmp_path / "old-cc"
+    refuse = 'case "$*" in *-mavxvnni*) echo unknown; exit 1;; esac'
+    old.write_text(f'#!/bin/sh\n{refuse}\nexec {shlex.join(compiler.command)} "$@"\n')
+    old.chmod(0o700)
+    (tiny_sources / "tiny.c").write_text("#if defined(TE_HAVE_AVXVNNI)\n#error\n#endif\nint te_tiny;\n")
+    native.build(tmp_path / "tiny.so", Compiler((str(old),), "old"))
+    assert (tmp_path / "tiny.so").exists()
 
 
 def test_no_compiler_is_reported(tmp_path, tiny_sources, monkeypatch):

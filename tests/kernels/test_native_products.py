@@ -167,17 +167,18 @@ def test_a_row_gives_the_same_bits_in_any_batch(library, pool, isa, kind, column
 @pytest.mark.parametrize("kind", [TileKind.INT4, TileKind.INT8])
 def test_kernels_with_fused_multiply_add_agree_to_the_bit(library, pool, kind):
     before = library.isa
-    if not {Isa.AVX2, Isa.VNNI} <= set(library.supported_isas()):
+    isas = [isa for isa in library.supported_isas() if isa in (Isa.AVX2, Isa.AVX_VNNI, Isa.VNNI)]
+    if len(isas) < 2:
         pytest.skip("This processor runs only one of them.")
     rng = np.random.default_rng(8)
     tiles = pack_float(library, rng.standard_normal((50, 416), dtype=np.float32), kind)
     x = rng.standard_normal((75, 416), dtype=np.float32)
     results = []
-    for isa in (Isa.AVX2, Isa.VNNI):
+    for isa in isas:
         library.set_isa(isa)
         results.append(run_linear(library, pool, x, tiles))
     library.set_isa(before)
-    assert np.array_equal(*results)
+    assert all(np.array_equal(result, results[0]) for result in results[1:])
 
 
 def test_a_row_that_is_not_a_number_stays_so_and_stays_alone(library, pool, isa):

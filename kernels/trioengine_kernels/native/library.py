@@ -46,6 +46,7 @@ FLAGS = (
 X86_VARIANTS = {
     "portable": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avxvnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
     "vnni": (
         "-mavx2",
         "-mfma",
@@ -70,9 +71,11 @@ class Isa(enum.IntEnum):
     PORTABLE = 0
     AVX2 = 1
     """x86 with AVX2, FMA and F16C."""
-    VNNI = 2
+    AVX_VNNI = 2
+    """AVX2 and AVX-VNNI, as processors without AVX-512 have it. Compilers before 2021 do not know it."""
+    VNNI = 3
     """AVX2 and AVX-512 VNNI, VL, BW and DQ."""
-    DOTPROD = 3
+    DOTPROD = 4
     """ARM with the int8 dot product."""
 
 
@@ -245,7 +248,7 @@ def build(path: Path, compiler: Compiler, extra_flags: Sequence[str] = ()) -> No
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
         objects: list[str] = []
         jobs: list[tuple[list[str], subprocess.Popen[bytes]]] = []
-        for source, variant, flags in _units():
+        for source, variant, flags in _units(compiler):
             objects.append(f"{folder}/{source.stem}-{variant}.o")
             command = [*compiler.command, *FLAGS, *flags, *extra_flags, "-c", str(source), "-o", objects[-1]]
             jobs.append((command, _start(command)))
@@ -257,9 +260,9 @@ def build(path: Path, compiler: Compiler, extra_flags: Sequence[str] = ()) -> No
         os.replace(built, path)
 
 
-def _units() -> list[tuple[Path, str, Sequence[str]]]:
+def _units(compiler: Compiler) -> list[tuple[Path, str, Sequence[str]]]:
     """What is compiled: source, variant ("" for what all variants share), flags."""
-    variants = _variants()
+    variants = {name: flags for name, flags in _variants().items() if not flags or _are_known(compiler, flags)}
     units: list[tuple[Path, str, Sequence[str]]] = []
     for source in sorted(SOURCES.glob("variants/*.c")):
         for name, flags in variants.items():
@@ -267,6 +270,12 @@ def _units() -> list[tuple[Path, str, Sequence[str]]]:
     defines = [f"-DTE_HAVE_{name.upper()}" for name in variants]
     units += [(source, "", (f"-I{SOURCES}", *defines)) for source in sorted(SOURCES.glob("*.c"))]
     return units
+
+
+def _are_known(compiler: Compiler, flags: Sequence[str]) -> bool:
+    process = _start([*compiler.command, *flags, "-E", "-x", "c", os.devnull, "-o", os.devnull])
+    process.communicate()
+    return process.returncode == 0
 
 
 def _variants() -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,9 @@ extern const TeKernels te_kernels_portable;
 #if defined(TE_HAVE_AVX2)
 extern const TeKernels te_kernels_avx2;
 #endif
+#if defined(TE_HAVE_AVXVNNI)
+extern const TeKernels te_kernels_avxvnni;
+#endif
 #if defined(TE_HAVE_VNNI)
 extern const TeKernels te_kernels_vnni;
 #endif
@@ -40,6 +43,13 @@ static int has_x86_features(int wants_avx512)
         return 0;
     return !wants_avx512 || !(~ebx & avx512 || ~ecx & vnni);
 }
+
+/* Of processors with AVX2. */
+__attribute__((unused)) static int has_avx_vnni(void)
+{
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
+}
 #endif
 
 static const TeKernels *chosen;
@@ -53,6 +63,10 @@ static const TeKernels *kernels_of(int32_t isa)
 #if defined(TE_HAVE_AVX2)
     case TE_AVX2:
         return has_x86_features(0) ? &te_kernels_avx2 : NULL;
+#endif
+#if defined(TE_HAVE_AVXVNNI)
+    case TE_AVX_VNNI:
+        return has_x86_features(0) && has_avx_vnni() ? &te_kernels_avxvnni : NULL;
 #endif
 #if defined(TE_HAVE_VNNI)
     case TE_VNNI:

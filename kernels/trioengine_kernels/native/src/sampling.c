@@ -8,6 +8,9 @@ extern const TeSamplingKernels te_sampling_kernels_portable;
 #if defined(TE_HAVE_AVX2)
 extern const TeSamplingKernels te_sampling_kernels_avx2;
 #endif
+#if defined(TE_HAVE_AVXVNNI)
+extern const TeSamplingKernels te_sampling_kernels_avxvnni;
+#endif
 #if defined(TE_HAVE_VNNI)
 extern const TeSamplingKernels te_sampling_kernels_vnni;
 #endif
@@ -21,6 +24,10 @@ static const TeSamplingKernels *sampling_kernels(void)
 #if defined(TE_HAVE_AVX2)
     case TE_AVX2:
         return &te_sampling_kernels_avx2;
+#endif
+#if defined(TE_HAVE_AVXVNNI)
+    case TE_AVX_VNNI:
+        return &te_sampling_kernels_avxvnni;
 #endif
 #if defined(TE_HAVE_VNNI)
     case TE_VNNI:

@@ -129,7 +129,7 @@ typedef struct {
 
 /* ---- kernels of one kind of processor (variants/kernels.c, compiled once for each) ---- */
 
-typedef enum { TE_PORTABLE = 0, TE_AVX2 = 1, TE_VNNI = 2, TE_DOTPROD = 3, TE_NUM_ISAS } TeIsa;
+typedef enum { TE_PORTABLE = 0, TE_AVX2 = 1, TE_AVX_VNNI = 2, TE_VNNI = 3, TE_DOTPROD = 4, TE_NUM_ISAS } TeIsa;
 
 typedef enum { TE_SILU = 0, TE_GELU_TANH = 1, TE_NUM_ACTIVATIONS } TeActivation;
 

@@ -25,6 +25,12 @@
 #if defined(__AVX2__)
 typedef __m256i Quad;
 
+#if defined(__AVX512VNNI__)
+#define TE_DPBUSD _mm256_dpbusd_epi32
+#elif defined(__AVXVNNI__)
+#define TE_DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+
 TE_INLINE __m256i four_columns(const TeGroup *x, int j)
 {
     int32_t bytes;
@@ -45,7 +51,7 @@ TE_INLINE void load_quads(int kind, const uint8_t *bytes, Quad w[8])
     }
     for (int j = 0; j < 8; j++) {
         w[j] = _mm256_loadu_si256((const __m256i *)(bytes + 32 * j));
-#if !defined(__AVX512VNNI__)
+#if !defined(TE_DPBUSD)
         w[j] = _mm256_xor_si256(w[j], _mm256_set1_epi8((char)0x80));
 #endif
     }
@@ -53,10 +59,10 @@ TE_INLINE void load_quads(int kind, const uint8_t *bytes, Quad w[8])
 
 TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
 {
-#if defined(__AVX512VNNI__)
+#if defined(TE_DPBUSD)
     __m256i sum = kind == TE_INT4 ? _mm256_setzero_si256() : _mm256_set1_epi32(x->offset);
     for (int j = 0; j < 8; j++)
-        sum = _mm256_dpbusd_epi32(sum, w[j], four_columns(x, j));
+        sum = TE_DPBUSD(sum, w[j], four_columns(x, j));
 #else
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum;
