@@ -358,8 +358,8 @@ def test_requests_that_arrive_together_compute_a_common_prefix_once() -> None:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_one_that_used_what_a_failed_one_was_to_compute_is_computed_again(async_scheduling: bool) -> None:
-    """Neither the failed one's prefix nor what was computed from it is found any more, also not by one that starts while
-    nobody knows yet."""
+    """Neither the failed one's prefix nor what was computed from it is found any more; and who has found it before
+    anybody knew is computed again too."""
     config = attrs.evolve(CACHING, async_scheduling=async_scheduling)
     driver = CoreDriver(config, fails=lambda new, _: new.seed == 9)
     failing = driver.add(make_core_request(0, PROMPT, seed=9))
