@@ -282,9 +282,6 @@ def _chat_templates(folder: Path, listed: object) -> dict[str, str]:
                         raise CheckpointError(
                             f"{path}: an entry of chat_template has no name and template.", path=str(path)
                         )
-        elif isinstance(value, Mapping):
-            named = cast(Mapping[str, object], value).items()
-            templates.update({name: template for name, template in named if isinstance(template, str)})
     if (text := read_text(folder / "chat_template.jinja")) is not None:
         templates["default"] = text
     paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))

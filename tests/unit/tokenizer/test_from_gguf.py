@@ -1,3 +1,4 @@
+import io
 import itertools
 import json
 from pathlib import Path
@@ -7,11 +8,12 @@ import gguf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.errors import CheckpointError
 from trioengine.tokenizer.detokenizer import IncrementalDetokenizer
-from trioengine.tokenizer.sentencepiece import TokenType
+from trioengine.tokenizer.sentencepiece import TokenType, parse_sentencepiece
 from trioengine.tokenizer.token_bytes import byte_stand_ins
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -260,3 +262,80 @@ def test_sentencepiece_without_the_leading_space(path: Path) -> None:
     tokenizer = sentencepiece(path, ggml__add_space_prefix=False, ggml__add_bos_token=False)
     assert [tokenizer.id_to_token(i) for i in tokenizer.encode("hell")] == ["hell"]
     assert tokenizer.decode(tokenizer.encode(" he")) == " he"
+
+
+def unigram_model(**options: Any) -> bytes:
+    written = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["the dog and the fox", "one of these, fine"] * 5),
+        model_writer=written,
+        model_type="unigram",
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    return written.getvalue()
+
+
+def test_unigram_equals_sentencepiece(path: Path) -> None:
+    data = unigram_model()
+    oracle, model = SentencePieceProcessor(model_proto=data), parse_sentencepiece(data)
+    tokenizer = load_tokenizer(
+        write_gguf(
+            path,
+            ggml__model="t5",
+            ggml__tokens=list(model.pieces),
+            ggml__token_type=list(model.types),
+            ggml__scores=list(model.scores),
+            ggml__precompiled_charsmap=list(model.precompiled_charsmap),
+            ggml__eos_token_id=2,
+        )
+    )
+    for text in ("the dog", "  the   ｆｏｘ ", "</s> fine", "", "日"):
+        assert tokenizer.encode(text) == [*oracle.encode(text), 2]
+        ids = tokenizer.encode(text, allow_special=True, add_special_tokens=False)
+        assert (2 in ids) == ("</s>" in text)
+    assert tokenizer.decode(tokenizer.encode("the dog")) == "the dog"
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁the", "▁cat", "s", "▁."]
+
+
+def wordpiece(path: Path, words: list[str], **fields: Any) -> Tokenizer:
+    entries: dict[str, Any] = {
+        "ggml__model": "bert",
+        "ggml__tokens": words,
+        "ggml__token_type": [3 if word.startswith("[") else 1 for word in words],
+    }
+    return load_tokenizer(write_gguf(path, **(entries | fields)))
+
+
+def test_wordpiece_in_small_letters_and_in_both(path: Path) -> None:
+    """No key says which; a vocabulary of small letters tells."""
+    small = wordpiece(path, WORDS)
+    assert small.encode("The cats.") == [2, 4, 5, 6, 7, 3]
+    assert small.encode("thes dogs", add_special_tokens=False) == [4, 6, 1]
+    assert small.decode([2, 4, 5, 6, 7, 3]) == "the cats."
+    assert [small.token_bytes(token_id) for token_id in (5, 6)] == [b" cat", b"s"]
+    both = wordpiece(path, [*WORDS, "▁The"])
+    assert both.encode("The CATS", add_special_tokens=False) == [8, 1]
+
+
+def test_wordpiece_without_a_token_for_the_unknown_is_refused(path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no token '\[UNK\]'"):
+        wordpiece(path, WORDS[4:])
+
+
+def test_eos_is_put_behind_when_the_file_says_so(path: Path) -> None:
+    end = BYTE_LEVEL.index("<|end|>")
+    tokenizer = byte_level(path, ggml__eos_token_id=end, ggml__add_eos_token=True)
+    assert tokenizer.encode("hi") == [*tokenizer.encode("hi", add_special_tokens=False), end]
+
+
+@pytest.mark.parametrize("charsmap", [["a"], [300], "x"])
+def test_a_damaged_charsmap_is_refused(path: Path, charsmap: Any) -> None:
+    with pytest.raises(CheckpointError, match="precompiled_charsmap"):
+        sentencepiece(path, ggml__model="t5", ggml__precompiled_charsmap=charsmap)
+    with pytest.raises(CheckpointError, match="do not fit together"):
+        sentencepiece(path, ggml__model="t5", ggml__precompiled_charsmap=[1, 2, 3])
