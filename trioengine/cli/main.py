@@ -27,7 +27,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP, with OpenAI's API.",
     "generate": "Continue a prompt, or answer it, on standard output.",
     "chat": "Talk with a model.",
-    "models": "List the models on this machine, or fetch one.",
+    "models": "List, fetch, show and remove models.",
     "bench": "Measure the front end, the engine, a server or the CPU kernels.",
 }
 """Subcommand -> what it does. Each is a module of this package with `add_arguments` and `run`."""

@@ -17,7 +17,6 @@ from trioengine.checkpoint.locate import (
     ModelKind,
     PackagedModel,
     fetch_packaged,
-    list_models,
     packaged_path,
     resolve_model,
 )
@@ -148,21 +147,6 @@ def test_no_name_is_the_default_model(tmp_path: Path, name: str | None) -> None:
     path = put_default(tmp_path)
     location = resolve_model(name, cache_dir=tmp_path)
     assert (location.kind, location.path, location.served_name) == (ModelKind.GGUF, path, "smollm2-135m-instruct")
-
-
-def test_models_are_listed_fetched_or_not(tmp_path: Path) -> None:
-    [missing] = list_models(tmp_path)
-    assert (missing.name, missing.path) == ("smollm2-135m-instruct", None)
-    assert missing.num_bytes == DEFAULT_MODEL.wheel_bytes
-    path = put_default(tmp_path)
-    (tmp_path / "models" / "mine").mkdir()
-    (tmp_path / "models" / "mine" / "other.gguf").write_bytes(CONTENT)
-    listed = list_models(tmp_path)
-    assert [(model.name, model.num_bytes) for model in listed] == [
-        ("smollm2-135m-instruct", len(CONTENT)),
-        ("other", len(CONTENT)),
-    ]
-    assert listed[0].path == path
 
 
 def test_a_gguf_file_is_served_under_its_name(tmp_path: Path) -> None:
