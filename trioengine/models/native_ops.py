@@ -7,6 +7,7 @@ order, where tiles can hold them.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import attrs
@@ -36,6 +37,7 @@ from trioengine.models.loader import (
     StoredMatrix,
     load_model,
 )
+from trioengine.models.pack_cache import cached_weights
 
 NativeMatrix: TypeAlias = Sequence[WeightTiles]
 """One matrix or several, one below the other: parts of one type are one."""
@@ -60,6 +62,7 @@ def load_native_model(
     pool: ThreadPool,
     quantization: Quantization | None = None,
     report: ReportFraction | None = None,
+    cache_folder: Path | None = None,
 ) -> NativeModel:
     """As `loader.load_model`, packed into tiles.
 
@@ -69,8 +72,13 @@ def load_native_model(
         pool: threads that pack.
         quantization: what matrices of floats become; None keeps them.
         report: called with the share of the weights that is loaded.
+        cache_folder: keeps what takes long to pack for the next time, as `pack_cache` says; None keeps nothing.
     """
-    return load_model(checkpoint, NativeWeights(library, pool, quantization), report)
+    weights = NativeWeights(library, pool, quantization)
+    if cache_folder is None:
+        return load_model(checkpoint, weights, report)
+    with cached_weights(weights, library, cache_folder, checkpoint.version, str(quantization)) as maker:
+        return load_model(checkpoint, maker, report)
 
 
 class NativeWeights:
@@ -81,12 +89,25 @@ class NativeWeights:
         self._pool = pool
         self._float_kind = None if quantization is None else _TILE_KINDS[quantization]
 
-    def matrix(self, parts: Sequence[MatrixPart]) -> NativeMatrix:
+    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> NativeMatrix:
         """The parts, one below the other."""
         tiles: list[WeightTiles] = []
         for layout, equals in itertools.groupby(parts, key=self._layout):
             tiles += self._pack(layout, list(equals))
         return tiles
+
+    def is_costly(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> bool:
+        """As `pack_cache.TilesMaker.is_costly`. Reads no numbers."""
+        becomes_whole_numbers = self._float_kind is not None and may_quantize
+        return any(
+            isinstance(part, QuantizedMatrix)
+            or (
+                part.kind.name not in GGML_TYPE_NAMES
+                if isinstance(part, StoredMatrix) and part.kind.block_size > 1
+                else becomes_whole_numbers
+            )
+            for part in parts
+        )
 
     def vector(self, values: Floats) -> Floats:
         """The same numbers."""

@@ -10,6 +10,7 @@ from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.program import KVCache, Program, StepArrays
 from trioengine_kernels.native.sampler import NativeSampler, SampledTokens, SamplingArrays
 
+from trioengine.config import env
 from trioengine.config.engine import Quantization
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
@@ -31,11 +32,12 @@ def load_native_backend(
         MemoryError: weights or cache do not fit.
     """
     pool, version = ThreadPool(library, config.cpu_threads), checkpoint.version
+    cache_folder = env.cache_dir() / "packed"
     return NativeBackend(
-        load_native_model(checkpoint, library, pool, quantization, report),
+        load_native_model(checkpoint, library, pool, quantization, report, cache_folder),
         library,
         pool,
-        reload=lambda: load_native_model(version.open(), library, pool, quantization),
+        reload=lambda: load_native_model(version.open(), library, pool, quantization, cache_folder=cache_folder),
         num_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens,
