@@ -3,6 +3,7 @@
 The one module outside `worker` that imports it, and with it what computes: only core processes come here.
 """
 
+import functools
 import logging
 
 from trioengine.checkpoint.locate import ModelLocation
@@ -59,6 +60,8 @@ def build_engine_core(
     resolved = resolve(config, shape, computer.hardware_facts())
     for reason in resolved.reasons.items():
         logger.debug("%s = %s", *reason)
+    # When something needs it first. At worst two threads load it at once, and one of the two is kept.
+    tokenizer = functools.cache(lambda: load_tokenizer(location))
     executor = load_executor(
         checkpoint,
         resolved,
@@ -67,11 +70,12 @@ def build_engine_core(
         kv_offload_path=config.kv_offload_path,
         logprobs_mode=config.logprobs_mode,
         draft=draft,
+        tokenizer=tokenizer,
         report=lambda fraction: progress("loading the weights", fraction),
     )
     waker = Waker()
     structured_outputs = StructuredOutputs(
-        lambda: load_tokenizer(location),
+        tokenizer,
         vocab_size=model.vocab_size,
         reasoning_parser=config.reasoning_parser,
         wake=waker.wake,

@@ -5,6 +5,8 @@ Torch is imported only where it computes.
 
 import importlib.util
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -19,7 +21,7 @@ from trioengine.errors import ConfigError, EngineStartError
 from trioengine.models.config import ModelConfig
 from trioengine.models.loader import Checkpoint, ReportFraction, open_checkpoint
 from trioengine.tokenizer.bad_words import BadWordsRules
-from trioengine.tokenizer.tokenizer import load_tokenizer
+from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.worker.backend import Backend
 from trioengine.worker.draft import DraftModel, draft_block_group
 from trioengine.worker.executor import LocalExecutor
@@ -137,6 +139,7 @@ def load_executor(
     kv_offload_path: str | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     draft: Checkpoint | None = None,
+    tokenizer: Callable[[], Tokenizer] | None = None,
     report: ReportFraction | None = None,
 ) -> LocalExecutor:
     """Load a model and make it ready to compute.
@@ -151,6 +154,7 @@ def load_executor(
         kv_offload_path: as `EngineConfig.kv_offload_path`.
         logprobs_mode: as `EngineConfig.logprobs_mode`.
         draft: the draft model.
+        tokenizer: loads the model's tokenizer, or has it; called when bad words need it. None loads it anew.
         report: called with the share of the weights that is loaded.
 
     Raises:
@@ -166,7 +170,8 @@ def load_executor(
         raise EngineStartError(
             f"There is not enough memory for {checkpoint.location.path} and its KV cache."
         ) from error
-    location = checkpoint.location  # The checkpoint, whose files are mapped, must not live as long as the executor.
+    # The checkpoint, whose files are mapped, must not live as long as the executor.
+    get_tokenizer = tokenizer or partial(load_tokenizer, checkpoint.location)
     return LocalExecutor(
         backend,
         draft_model=draft_model,
@@ -174,7 +179,7 @@ def load_executor(
         logprobs_mode=logprobs_mode,
         logits_processors=LogitsProcessors.installed(),
         bad_words_rules=BadWordsRules(
-            lambda skip_special_tokens: load_tokenizer(location).token_byte_table(skip_special_tokens),
+            lambda skip_special_tokens: get_tokenizer().token_byte_table(skip_special_tokens),
             checkpoint.config.vocab_size,
         ),
         is_asynchronous=config.async_scheduling,
