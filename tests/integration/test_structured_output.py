@@ -12,14 +12,18 @@ import trio
 
 pytest.importorskip("torch")
 
+from trioengine.checkpoint.locate import ModelLocation
 from trioengine.client import open_engine
 from trioengine.client.llm import LLM
 from trioengine.config.engine import EngineConfig, ReasoningParser, SpeculationConfig, SpeculationMethod
 from trioengine.errors import RequestError
+from trioengine.runtime import build
+from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.types.output import CompletionOutput, FinishReason
 from trioengine.types.params import SamplingParams
 from trioengine.types.request import GenerateRequest
 from trioengine.types.structured import StructuredOutputsParams
+from trioengine.worker import loading
 
 PROMPT = "A person, as JSON:\n"
 PERSON: Mapping[str, Any] = {
@@ -89,6 +93,7 @@ def test_the_end_of_the_form_ends_the_answer(llm: LLM, form: Any, pattern: str, 
 
 
 def test_json_objects_end_with_their_root_and_white_space_is_bounded(llm: LLM) -> None:
+    """Case 32 (ollama 2577)."""
     form = {"json_object": True}
     samplings = [bound(attrs.evolve(WILD, seed=seed, max_tokens=40), **form) for seed in range(3)]
     outputs = generate(llm, bound(GREEDY, **form), *samplings)
@@ -113,6 +118,7 @@ def test_tags_bind_only_what_is_in_them(llm: LLM) -> None:
 
 
 def test_log_probabilities_of_bound_answers_are_finite(llm: LLM) -> None:
+    """Case 38 (sglang 5984)."""
     (output,) = generate(llm, attrs.evolve(bound(GREEDY, json=PERSON), logprobs=20))
     assert is_person(output)
     assert output.logprobs is not None
@@ -143,7 +149,8 @@ def test_reasoning_is_free(llm: LLM) -> None:
 
 
 async def test_a_form_that_cannot_be_kept_fails_alone() -> None:
-    """After a good one, beside a good one, and before one: the engine and the others go on."""
+    """Cases 31 and 33 (llama.cpp 19051, vllm 17313): after a good one, beside a good one, and before one: the engine
+    and the others go on, and what cannot be kept is named by its path."""
     bad = {
         "structured_outputs.regex": {"regex": "("},
         "structured_outputs.json": {"json": {"properties": {"a": {"pattern": "(?=x)y"}}}},
@@ -173,3 +180,20 @@ async def test_a_form_that_cannot_be_kept_fails_alone() -> None:
     assert sorted(map(len, texts)) == [4, 5, 6]
     assert set(errors) == set(bad)
     assert any("/properties/a/pattern: " in message or "/not: " in message for message in errors.values())
+
+
+def test_the_tokenizer_is_loaded_once_for_forms_and_bad_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the core, and by the first request that needs it."""
+    loaded: list[object] = []
+
+    def load(location: ModelLocation) -> Tokenizer:
+        loaded.append(location)
+        return load_tokenizer(location)
+
+    for module in (build, loading):
+        monkeypatch.setattr(module, "load_tokenizer", load)
+    with LLM(max_model_len=512) as llm:
+        assert not loaded
+        (output,) = generate(llm, bound(attrs.evolve(GREEDY, bad_words=("positive",)), choice=("positive", "negative")))
+    assert output.text == "negative"
+    assert len(loaded) == 1
