@@ -393,13 +393,11 @@ def test_forms_drafts_and_steps_ahead_change_no_token(plain: OpenEngine, specula
         async_scheduling=True, speculative_config=ngram if speculates else None, kv_cache_memory_bytes=60 << 20
     ) as engine:
         found = engine.ask(*requests)
-        stats = engine.call(GetStats())
     for one, other in zip(expected, found, strict=True):
         assert isinstance(one, RequestOutput)
         assert isinstance(other, RequestOutput)
         assert one.outputs == other.outputs
         assert one.prompt_logprobs == other.prompt_logprobs
-    assert (stats.num_draft_tokens > 0) is speculates
 
 
 def test_a_packages_logits_processor_is_found_by_its_entry_point(
