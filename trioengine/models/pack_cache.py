@@ -324,7 +324,7 @@ def _code_digest() -> str:
     """Of all code that packed weights depend on: nobody has to remember to count a version up."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    checkpoint = (here.parent / "checkpoint" / name for name in ("dequantize.py", "quantized.py"))
-    for path in (*sorted(SOURCES.glob("*.[ch]")), SOURCES.parent / "tiles.py", *sorted(here.glob("*.py")), *checkpoint):
+    python = (*here.rglob("*.py"), *(here.parent / "checkpoint").glob("*.py"), SOURCES.parent / "tiles.py")
+    for path in sorted((*SOURCES.glob("*.[ch]"), *python)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
