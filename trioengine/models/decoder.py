@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import attrs
 
-from trioengine.models.config import ModelConfig
+from trioengine.models.config import Activation, Experts, ModelConfig, NormPlacement
 
 TensorT = TypeVar("TensorT")
 """Numbers of a step, one row for each of its tokens."""
@@ -18,28 +18,60 @@ MatrixT = TypeVar("MatrixT")
 """A weight that is multiplied by, or looked up in: as a backend keeps it."""
 VectorT = TypeVar("VectorT")
 """A weight with one number per column, float32."""
-MatrixT_contra = TypeVar("MatrixT_contra", contravariant=True)
-VectorT_contra = TypeVar("VectorT_contra", contravariant=True)
+
+
+@attrs.frozen(eq=False)
+class GatedMLP(Generic[MatrixT]):
+    """`down @ (activation(gate @ x) * (up @ x))`."""
+
+    gate_up: MatrixT
+    """[2 * intermediate_size, hidden_size]: gates, values."""
+    down: MatrixT
+    """[hidden_size, intermediate_size]."""
+
+
+@attrs.frozen(eq=False)
+class MixtureOfExperts(Generic[MatrixT]):
+    """MLPs of which each token goes through a few."""
+
+    router: MatrixT
+    """[num_experts, hidden_size]."""
+    experts: Sequence[GatedMLP[MatrixT]]
 
 
 @attrs.frozen(eq=False)
 class LayerWeights(Generic[MatrixT, VectorT]):
     """One layer. Matrices are [outputs, inputs]; projections that read the same input are one matrix."""
 
-    attention_norm: VectorT
-    """[hidden_size]."""
+    attention_norm: VectorT | None
+    """Before the attention, [hidden_size]."""
     qkv: MatrixT
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: queries, keys, values."""
     qkv_bias: VectorT | None
+    query_norm: VectorT | None
+    """[head_dim], or of all heads, [num_heads * head_dim]."""
+    key_norm: VectorT | None
+    """[head_dim], or of all heads, [num_kv_heads * head_dim]."""
     output: MatrixT
     """[hidden_size, num_heads * head_dim]."""
     output_bias: VectorT | None
-    mlp_norm: VectorT
-    """[hidden_size]."""
-    gate_up: MatrixT
-    """[2 * intermediate_size, hidden_size]: gates, values."""
-    down: MatrixT
-    """[hidden_size, intermediate_size]."""
+    attention_post_norm: VectorT | None
+    """Of the attention's result, [hidden_size]."""
+    mlp_norm: VectorT | None
+    """Before the MLP, [hidden_size]."""
+    mlp: GatedMLP[MatrixT] | MixtureOfExperts[MatrixT]
+    mlp_post_norm: VectorT | None
+    """Of the MLP's result, [hidden_size]."""
+
+
+@attrs.frozen(eq=False)
+class Rotation(Generic[VectorT]):
+    """The rotary position embeddings of a layer, or of several."""
+
+    inverse_frequencies: VectorT
+    """[rotary_dim / 2]: angle per position. The first rotary_dim elements of a head are rotated."""
+    attention_factor: float
+    """Multiplies what is rotated."""
 
 
 @attrs.frozen(eq=False)
@@ -50,11 +82,11 @@ class DecoderWeights(Generic[MatrixT, VectorT]):
     """[vocab_size, hidden_size]."""
     layers: Sequence[LayerWeights[MatrixT, VectorT]]
     final_norm: VectorT
-    """[hidden_size]."""
+    """[hidden_size]. `ModelConfig.logit_multiplier` is in it."""
     head: MatrixT
     """[vocab_size, hidden_size]; the embedding itself where they are tied."""
-    inverse_frequencies: VectorT
-    """[head_dim / 2]: angle per position."""
+    rotations: Sequence[Rotation[VectorT] | None]
+    """One for each layer; those that are equal are one object. None rotates nothing."""
 
 
 @attrs.frozen
@@ -67,6 +99,10 @@ class AttentionShape:
     head_dim: int
     scale: float
     """Multiplies query · key."""
+    soft_cap: float | None
+    """Scores become `soft_cap * tanh(score / soft_cap)` before the softmax."""
+    norm_epsilon: float
+    """Of queries and keys, where they are normalized."""
     window: int | None
     """Each token sees itself and the `window - 1` before it; None is all of them."""
     kv_group: int
@@ -75,32 +111,49 @@ class AttentionShape:
     """The layer's place in its group."""
 
 
-class Ops(Protocol[TensorT, MatrixT_contra, VectorT_contra]):
+class Ops(Protocol[TensorT, MatrixT, VectorT]):
     """The operations on the packed tokens of one step.
 
-    A tensor that is given to `add_rms_norm` as the residual, or to `rope_write_kv`, may be overwritten.
+    A tensor that is given to `add` or `add_rms_norm` as the residual, to `rope_write_kv` or to `soft_cap` may be
+    overwritten.
     """
 
-    def embedding(self, table: MatrixT_contra) -> TensorT:
-        """The rows of the step's tokens, [num_tokens, hidden_size]."""
+    def embedding(self, table: MatrixT, multiplier: float) -> TensorT:
+        """The rows of the step's tokens times the multiplier, [num_tokens, hidden_size]."""
         ...
 
-    def rms_norm(self, x: TensorT, weight: VectorT_contra, epsilon: float) -> TensorT:
+    def rms_norm(self, x: TensorT, weight: VectorT, epsilon: float) -> TensorT:
         """`x / sqrt(mean(x²) + epsilon) * weight`."""
         ...
 
-    def add_rms_norm(
-        self, x: TensorT, residual: TensorT, weight: VectorT_contra, epsilon: float
-    ) -> tuple[TensorT, TensorT]:
+    def add(self, x: TensorT, residual: TensorT) -> TensorT:
+        """The sum, which is the next residual."""
+        ...
+
+    def add_rms_norm(self, x: TensorT, residual: TensorT, weight: VectorT, epsilon: float) -> tuple[TensorT, TensorT]:
         """The normalized sum, and the sum, which is the next residual."""
         ...
 
-    def linear(self, x: TensorT, weight: MatrixT_contra, bias: VectorT_contra | None = None) -> TensorT:
+    def linear(self, x: TensorT, weight: MatrixT, bias: VectorT | None = None) -> TensorT:
         """`x @ weightᵀ + bias`."""
         ...
 
-    def rope_write_kv(self, qkv: TensorT, inverse_frequencies: VectorT_contra, shape: AttentionShape) -> TensorT:
-        """Rotate queries and keys by their positions, and store keys and values in the layer's cache.
+    def rope_write_kv(
+        self,
+        qkv: TensorT,
+        query_norm: VectorT | None,
+        key_norm: VectorT | None,
+        rotation: Rotation[VectorT] | None,
+        shape: AttentionShape,
+    ) -> TensorT:
+        """Normalize queries and keys, rotate them by their positions, and store keys and values in the layer's cache.
+
+        Args:
+            qkv: queries, keys, values.
+            query_norm: as `LayerWeights.query_norm`; None leaves both as they are.
+            key_norm: as `LayerWeights.key_norm`.
+            rotation: None rotates nothing.
+            shape: of the layer.
 
         Returns:
             What `attention` reads the queries from.
@@ -111,8 +164,31 @@ class Ops(Protocol[TensorT, MatrixT_contra, VectorT_contra]):
         """What each token gathers from its sequence up to itself, [num_tokens, num_heads * head_dim]."""
         ...
 
-    def silu_and_mul(self, gate_up: TensorT) -> TensorT:
-        """`silu(gate) * up`, where the two lie side by side."""
+    def gated(self, gate_up: TensorT, activation: Activation) -> TensorT:
+        """`activation(gate) * up`, where the two lie side by side."""
+        ...
+
+    def experts(
+        self,
+        x: TensorT,
+        router_logits: TensorT,
+        experts: Sequence[GatedMLP[MatrixT]],
+        choice: Experts,
+        activation: Activation,
+    ) -> TensorT:
+        """Each token through the experts with its largest logits: their results, weighted by a softmax and added.
+
+        Args:
+            x: what they read.
+            router_logits: one for each expert.
+            experts: all of them.
+            choice: how many a token gets, and how they are weighted.
+            activation: of their gates.
+        """
+        ...
+
+    def soft_cap(self, x: TensorT, cap: float) -> TensorT:
+        """`cap * tanh(x / cap)`."""
         ...
 
     def select_logit_rows(self, x: TensorT) -> TensorT:
@@ -124,13 +200,17 @@ class Decoder(Generic[MatrixT, VectorT]):
     """Says how logits come from tokens."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights[MatrixT, VectorT]) -> None:
+        # The residual itself is read where no norm comes first.
+        assert config.residual_multiplier == 1 or config.norm_placement is not NormPlacement.AFTER
         self._config = config
         self._shapes = {
             layer: AttentionShape(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
-                scale=config.head_dim**-0.5,
+                scale=config.attention_scale,
+                soft_cap=config.attention_soft_cap,
+                norm_epsilon=config.rms_norm_epsilon,
                 window=group.window,
                 kv_group=kv_group,
                 kv_layer=kv_layer,
@@ -138,6 +218,10 @@ class Decoder(Generic[MatrixT, VectorT]):
             for kv_group, group in enumerate(config.kv_groups)
             for kv_layer, layer in enumerate(group.layers)
         }
+        # The residual is kept divided by its multiplier m, so that results are added to it as they are. A norm of it
+        # is the norm of what it stands for: x/m / sqrt(mean((x/m)²) + ε/m²) = x / sqrt(mean(x²) + ε).
+        self._residual_epsilon = config.rms_norm_epsilon / config.residual_multiplier**2
+        self._embedding_multiplier = config.embedding_multiplier / config.residual_multiplier
         self.weights = weights
 
     def forward(self, ops: Ops[TensorT, MatrixT, VectorT]) -> TensorT:
@@ -146,19 +230,52 @@ class Decoder(Generic[MatrixT, VectorT]):
         Returns:
             [num_logit_rows, vocab_size], float32.
         """
-        weights, epsilon = self.weights, self._config.rms_norm_epsilon
-        residual = ops.embedding(weights.embedding)
-        x = ops.rms_norm(residual, weights.layers[0].attention_norm, epsilon)
+        weights, config = self.weights, self._config
+        residual = ops.embedding(weights.embedding, self._embedding_multiplier)
+        first_norm = weights.layers[0].attention_norm
+        x = residual if first_norm is None else ops.rms_norm(residual, first_norm, self._residual_epsilon)
         next_norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm]
         for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-            query = ops.rope_write_kv(qkv, weights.inverse_frequencies, self._shapes[i])
+            rotation = weights.rotations[i]
+            query = ops.rope_write_kv(qkv, layer.query_norm, layer.key_norm, rotation, self._shapes[i])
             x = ops.attention(query, self._shapes[i])
             if layer is weights.layers[-1]:
                 # All keys and values are stored: the other tokens have done what they are for.
                 x, residual = ops.select_logit_rows(x), ops.select_logit_rows(residual)
             x = ops.linear(x, layer.output, layer.output_bias)
-            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, epsilon)
-            x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
-            x, residual = ops.add_rms_norm(x, residual, next_norm, epsilon)
-        return ops.linear(x, weights.head)
+            x, residual = self._add(ops, x, layer.attention_post_norm, residual, layer.mlp_norm)
+            x = self._mlp(ops, x, layer.mlp)
+            x, residual = self._add(ops, x, layer.mlp_post_norm, residual, next_norm)
+        logits = ops.linear(x, weights.head)
+        return logits if config.logit_soft_cap is None else ops.soft_cap(logits, config.logit_soft_cap)
+
+    def _add(
+        self,
+        ops: Ops[TensorT, MatrixT, VectorT],
+        x: TensorT,
+        post_norm: VectorT | None,
+        residual: TensorT,
+        next_norm: VectorT | None,
+    ) -> tuple[TensorT, TensorT]:
+        """Add a result to the residual: what is read next, and the residual."""
+        if post_norm is not None:
+            x = ops.rms_norm(x, post_norm, self._config.rms_norm_epsilon)
+        if next_norm is None:
+            residual = ops.add(x, residual)
+            return residual, residual
+        return ops.add_rms_norm(x, residual, next_norm, self._residual_epsilon)
+
+    def _mlp(
+        self,
+        ops: Ops[TensorT, MatrixT, VectorT],
+        x: TensorT,
+        mlp: GatedMLP[MatrixT] | MixtureOfExperts[MatrixT],
+    ) -> TensorT:
+        activation = self._config.activation
+        match mlp:
+            case GatedMLP():
+                return ops.linear(ops.gated(ops.linear(x, mlp.gate_up), activation), mlp.down)
+            case MixtureOfExperts():
+                assert self._config.experts is not None
+                return ops.experts(x, ops.linear(x, mlp.router), mlp.experts, self._config.experts, activation)

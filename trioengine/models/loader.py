@@ -19,9 +19,27 @@ from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.checkpoint.quantized import PackedMatrix, open_packed, read_weight_format
 from trioengine.checkpoint.safetensors import TensorDType, TensorView, open_safetensors
 from trioengine.errors import CheckpointError
-from trioengine.models.config import GGUF_ARCHITECTURES, Architecture, ModelConfig, config_from_folder, config_from_gguf
-from trioengine.models.decoder import Decoder, DecoderWeights, LayerWeights
-from trioengine.models.rope import inverse_frequencies
+from trioengine.models.config import (
+    LONG_ROPE_FACTORS,
+    ROPE_FACTORS,
+    Experts,
+    ModelConfig,
+    NormPlacement,
+    QueryKeyNorm,
+    Rope,
+    config_from_folder,
+    config_from_gguf,
+)
+from trioengine.models.decoder import (
+    Decoder,
+    DecoderWeights,
+    GatedMLP,
+    LayerWeights,
+    MixtureOfExperts,
+    Rotation,
+)
+from trioengine.models.names import Names, folder_names, gguf_names
+from trioengine.models.rope import attention_factor, inverse_frequencies
 
 ReportFraction: TypeAlias = Callable[[float], None]
 """Called with the share of the weights that is loaded, above 0 to 1."""
@@ -68,8 +86,11 @@ MatrixPart: TypeAlias = StoredMatrix | PackedMatrix
 class WeightMaker(Protocol[MatrixT_co, VectorT_co]):
     """Brings weights into the form in which a backend computes with them."""
 
-    def matrix(self, parts: Sequence[MatrixPart]) -> MatrixT_co:
-        """One matrix of these, one below the other. They have the same columns, and may be of different kinds."""
+    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> MatrixT_co:
+        """One matrix of these, one below the other. They have the same columns, and may be of different kinds.
+
+        `may_quantize`: floats may become less exact, where that was asked for.
+        """
         ...
 
     def vector(self, values: Floats) -> VectorT_co:
@@ -107,13 +128,19 @@ class CheckpointVersion:
         Raises:
             CheckpointError: the files are gone, or not what they were.
         """
+        self.check()
+        return open_checkpoint(self.location)
+
+    def check(self) -> None:
+        """Raises:
+        CheckpointError: the files are gone, or not what they were.
+        """
         if _file_versions(self.location) != self.files:
             raise CheckpointError(
                 f"{self.location.path} is gone or not what it was when the model was loaded. Restore it, or restart the"
                 " engine to load what is there now.",
                 path=str(self.location.path),
             )
-        return open_checkpoint(self.location)
 
 
 @attrs.frozen(eq=False)
@@ -137,13 +164,20 @@ def open_checkpoint(location: ModelLocation) -> Checkpoint:
         CheckpointError: the files are damaged, or the model is not one that this engine runs.
     """
     # First: a file that changes while it is read is one that has changed.
-    version = CheckpointVersion(location, _file_versions(location))
+    version = checkpoint_version(location)
     match location.kind:
         case ModelKind.GGUF:
             file = open_gguf(location.path)
-            return Checkpoint(version, config_from_gguf(file), _gguf_source(file))
+            config = config_from_gguf(file)
+            return Checkpoint(version, config, _gguf_source(file, config))
         case ModelKind.FOLDER:
-            return Checkpoint(version, config_from_folder(location.path), _folder_source(location.path))
+            config = config_from_folder(location.path)
+            return Checkpoint(version, config, _folder_source(location.path, config))
+
+
+def checkpoint_version(location: ModelLocation) -> CheckpointVersion:
+    """What is there now."""
+    return CheckpointVersion(location, _file_versions(location))
 
 
 def _file_versions(location: ModelLocation) -> Sequence[FileVersion]:
@@ -162,67 +196,28 @@ def _file_versions(location: ModelLocation) -> Sequence[FileVersion]:
 
 
 def load_model(
-    checkpoint: Checkpoint, maker: WeightMaker[MatrixT, VectorT], report: ReportFraction | None = None
+    checkpoint: Checkpoint,
+    maker: WeightMaker[MatrixT, VectorT],
+    report: ReportFraction | None = None,
+    max_length: int | None = None,
 ) -> LoadedModel[MatrixT, VectorT]:
     """Read a model's weights, tensor by tensor.
+
+    Args:
+        checkpoint: the model.
+        maker: of the backend that will compute it.
+        report: called with the share of the weights that is loaded.
+        max_length: tokens of the longest sequence that will be computed, which the frequencies of some models depend
+            on; None is the longest that the model was trained for.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or is not known.
         MemoryError: the weights do not fit.
     """
     config = checkpoint.config
-    weights = _load(config, checkpoint.source, maker, report or (lambda fraction: None))
+    max_length = config.max_position_embeddings if max_length is None else max_length
+    weights = _load(config, checkpoint.source, maker, report or (lambda fraction: None), max_length)
     return LoadedModel(config, Decoder(config, weights))
-
-
-@attrs.frozen
-class _Names:
-    """A format's names; those of a layer have its number in place of `{}`."""
-
-    embedding: str
-    final_norm: str
-    head: str
-    attention_norm: str
-    query: str
-    key: str
-    value: str
-    output: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-
-
-_GGUF_NAMES = _Names(
-    embedding="token_embd",
-    final_norm="output_norm",
-    head="output",
-    attention_norm="blk.{}.attn_norm",
-    query="blk.{}.attn_q",
-    key="blk.{}.attn_k",
-    value="blk.{}.attn_v",
-    output="blk.{}.attn_output",
-    mlp_norm="blk.{}.ffn_norm",
-    gate="blk.{}.ffn_gate",
-    up="blk.{}.ffn_up",
-    down="blk.{}.ffn_down",
-)
-_FOLDER_NAMES = _Names(
-    embedding="model.embed_tokens",
-    final_norm="model.norm",
-    head="lm_head",
-    attention_norm="model.layers.{}.input_layernorm",
-    query="model.layers.{}.self_attn.q_proj",
-    key="model.layers.{}.self_attn.k_proj",
-    value="model.layers.{}.self_attn.v_proj",
-    output="model.layers.{}.self_attn.o_proj",
-    mlp_norm="model.layers.{}.post_attention_layernorm",
-    gate="model.layers.{}.mlp.gate_proj",
-    up="model.layers.{}.mlp.up_proj",
-    down="model.layers.{}.mlp.down_proj",
-)
-_ROPE_FACTORS = "rope_freqs.weight"
-"""In GGUF files: what each frequency is divided by."""
 
 
 class _Source:
@@ -231,19 +226,16 @@ class _Source:
     def __init__(
         self,
         path: Path,
-        names: _Names,
+        names: Names,
         shapes: Mapping[str, tuple[int, ...]],
         read: Callable[[str], GGUFTensor],
         *,
         packed: Mapping[str, PackedMatrix] | None = None,
         optional: Collection[str] = (),
-        has_interleaved_heads: bool = False,
     ) -> None:
         """`shapes` and `read` are of tensors that are no packed matrices; those that are optional need not be read."""
         self.path = path
         self.names = names
-        self.has_interleaved_heads = has_interleaved_heads
-        """The rows of query and key projections are ordered for rope on neighbours, as llama.cpp wants them."""
         self._packed = packed or {}
         packed_shapes = {name: (matrix.num_rows, matrix.num_columns) for name, matrix in self._packed.items()}
         self._shapes = {**shapes, **packed_shapes}
@@ -271,10 +263,23 @@ class _Source:
         num_rows, num_columns = shape
         return StoredMatrix(name, tensor.ggml_type, tensor.data.reshape(num_rows, -1), num_columns)
 
+    def stacked_matrices(self, name: str, shape: tuple[int, int, int]) -> Sequence[MatrixPart]:
+        tensor = self._tensor(name, shape)
+        count, num_rows, num_columns = shape
+        return [
+            StoredMatrix(name, tensor.ggml_type, rows, num_columns) for rows in tensor.data.reshape(count, num_rows, -1)
+        ]
+
     def vector(self, name: str, size: int) -> Floats:
         if name in self._packed:
             raise self.error(f"the tensor {name!r} is a packed matrix, but the configuration needs a vector")
         return dequantize(self._tensor(name, (size,)))
+
+    def norm(self, name: str, size: int) -> Floats:
+        values = self.vector(name, size)
+        with np.errstate(invalid="ignore"):  # A damaged file's numbers are its own.
+            values += np.float32(self.names.norm_offset)
+        return values
 
     def ignore(self, name: str) -> None:
         self._unread.discard(name)
@@ -295,18 +300,19 @@ class _Source:
         return CheckpointError(f"{self.path}: {why}.", path=str(self.path))
 
 
-def _gguf_source(file: GGUFFile) -> _Source:
+def _gguf_source(file: GGUFFile, config: ModelConfig) -> _Source:
     tensors = file.tensors
     return _Source(
         file.path,
-        _GGUF_NAMES,
+        gguf_names(config.architecture),
         {name: tensor.shape for name, tensor in tensors.items()},
         lambda name: tensors[name],
-        has_interleaved_heads=GGUF_ARCHITECTURES[str(file.metadata["general.architecture"])] is Architecture.LLAMA,
+        # They are facts of the configuration.
+        optional=(ROPE_FACTORS, *LONG_ROPE_FACTORS),
     )
 
 
-def _folder_source(folder: Path) -> _Source:
+def _folder_source(folder: Path, config: ModelConfig) -> _Source:
     tensors = open_safetensors(folder)
     packed, optional = None, frozenset[str]()
     if (weight_format := read_weight_format(folder)) is not None:
@@ -314,7 +320,7 @@ def _folder_source(folder: Path) -> _Source:
         tensors, packed, optional = found.others, found.matrices, found.optional
     return _Source(
         folder,
-        _FOLDER_NAMES,
+        folder_names(config.architecture),
         {name: tensor.shape for name, tensor in tensors.items()},
         lambda name: _as_ggml(folder, tensors[name]),
         packed=packed,
@@ -341,13 +347,14 @@ def _as_ggml(folder: Path, tensor: TensorView) -> GGUFTensor:
 
 
 def _load(
-    config: ModelConfig, source: _Source, maker: WeightMaker[MatrixT, VectorT], report: ReportFraction
+    config: ModelConfig,
+    source: _Source,
+    maker: WeightMaker[MatrixT, VectorT],
+    report: ReportFraction,
+    max_length: int,
 ) -> DecoderWeights[MatrixT, VectorT]:
     names, hidden = source.names, config.hidden_size
     num_steps = config.num_layers + 1
-    frequencies = inverse_frequencies(config)
-    if _ROPE_FACTORS in source:
-        frequencies /= source.vector(_ROPE_FACTORS, len(frequencies))
     embedding = maker.matrix([source.matrix(f"{names.embedding}.weight", (config.vocab_size, hidden))])
     if config.has_tied_embeddings:
         head = embedding
@@ -357,57 +364,142 @@ def _load(
     report(1 / num_steps)
     layers: list[LayerWeights[MatrixT, VectorT]] = []
     for i in range(config.num_layers):
-        layers.append(_load_layer(config, source, maker, i))
+        layers.append(_LayerLoader(config, source, maker, i).load())
         report((i + 2) / num_steps)
+    final_norm = source.norm(f"{names.final_norm}.weight", hidden)
     weights = DecoderWeights(
         embedding=embedding,
         layers=layers,
-        final_norm=maker.vector(source.vector(f"{names.final_norm}.weight", hidden)),
+        final_norm=maker.vector(_scaled(final_norm, config.logit_multiplier)),
         head=head,
-        inverse_frequencies=maker.vector(frequencies),
+        rotations=_rotations(config, maker, max_length),
     )
     source.check_all_read()
     return weights
 
 
-def _load_layer(
-    config: ModelConfig, source: _Source, maker: WeightMaker[MatrixT, VectorT], i: int
-) -> LayerWeights[MatrixT, VectorT]:
-    names, hidden, inner = source.names, config.hidden_size, config.intermediate_size
-    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _scaled(values: Floats, factor: float) -> Floats:
+    with np.errstate(invalid="ignore", over="ignore"):
+        values *= np.float32(factor)
+    return values
 
-    def matrix(num_rows: Mapping[str, int], num_columns: int) -> MatrixT:
-        shapes = {f"{name.format(i)}.weight": (rows, num_columns) for name, rows in num_rows.items()}
+
+def _rotations(
+    config: ModelConfig, maker: WeightMaker[MatrixT, VectorT], max_length: int
+) -> Sequence[Rotation[VectorT] | None]:
+    """One for each layer; those that are equal are one object."""
+    rotations: dict[Rope | None, Rotation[VectorT] | None] = {None: None}
+    for rope in config.layer_ropes:
+        if rope is not None and rope not in rotations:
+            frequencies = inverse_frequencies(rope, config.head_dim, max_length)
+            rotations[rope] = Rotation(maker.vector(frequencies), attention_factor(rope))
+    return [rotations[rope] for rope in config.layer_ropes]
+
+
+@attrs.frozen(eq=False)
+class _LayerLoader(Generic[MatrixT, VectorT]):
+    """Reads the weights of layer `i`."""
+
+    config: ModelConfig
+    source: _Source
+    maker: WeightMaker[MatrixT, VectorT]
+    i: int
+
+    def load(self) -> LayerWeights[MatrixT, VectorT]:
+        config, names = self.config, self.source.names
+        hidden = config.hidden_size
+        query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        has_norms = config.norm_placement is not NormPlacement.AFTER
+        has_post_norms = config.norm_placement is not NormPlacement.BEFORE
+        match config.query_key_norm:
+            case QueryKeyNorm.NONE:
+                norm_sizes = None
+            case QueryKeyNorm.HEAD:
+                norm_sizes = config.head_dim, config.head_dim
+            case QueryKeyNorm.FULL:
+                norm_sizes = query_rows, kv_rows
+        return LayerWeights(
+            attention_norm=self._norm(names.attention_norm, hidden) if has_norms else None,
+            qkv=self._qkv(query_rows, kv_rows),
+            qkv_bias=self._qkv_bias(query_rows, kv_rows) if config.has_qkv_bias else None,
+            query_norm=self._norm(names.query_norm, norm_sizes[0]) if norm_sizes else None,
+            key_norm=self._norm(names.key_norm, norm_sizes[1]) if norm_sizes else None,
+            output=self._matrix({names.output: hidden}, query_rows),
+            output_bias=self._vector(f"{names.output}.bias", hidden) if config.has_output_bias else None,
+            attention_post_norm=self._norm(names.attention_post_norm, hidden) if has_post_norms else None,
+            mlp_norm=self._norm(names.mlp_norm, hidden) if has_norms else None,
+            mlp=self._mlp() if config.experts is None else self._experts(config.experts),
+            mlp_post_norm=self._norm(names.mlp_post_norm, hidden) if has_post_norms else None,
+        )
+
+    def _matrix(self, num_rows: Mapping[str, int], num_columns: int) -> MatrixT:
+        return self.maker.matrix(self._parts(num_rows, num_columns))
+
+    def _parts(self, num_rows: Mapping[str, int], num_columns: int) -> list[MatrixPart]:
+        shapes = {f"{name.format(self.i)}.weight": (rows, num_columns) for name, rows in num_rows.items()}
         for name, shape in shapes.items():
             # Before memory is taken: a damaged configuration may ask for any amount.
-            source.check_shape(name, shape)
-        parts = [source.matrix(name, shape) for name, shape in shapes.items()]
-        if names.query in num_rows and source.has_interleaved_heads:
-            parts[:2] = [_with_separate_halves(part, config.head_dim) for part in parts[:2]]
-        return maker.matrix(parts)
+            self.source.check_shape(name, shape)
+        return [self.source.matrix(name, shape) for name, shape in shapes.items()]
 
-    def vector(name: str, size: int) -> VectorT:
-        return maker.vector(source.vector(name.format(i), size))
+    def _norm(self, name: str, size: int) -> VectorT:
+        return self.maker.vector(self.source.norm(f"{name.format(self.i)}.weight", size))
 
-    def qkv_bias() -> VectorT:
+    def _vector(self, name: str, size: int) -> VectorT:
+        return self.maker.vector(self.source.vector(name.format(self.i), size))
+
+    def _qkv(self, query_rows: int, kv_rows: int) -> MatrixT:
+        names, hidden = self.source.names, self.config.hidden_size
+        if names.qkv is not None:
+            return self._matrix({names.qkv: query_rows + 2 * kv_rows}, hidden)
+        parts = self._parts({names.query: query_rows, names.key: kv_rows, names.value: kv_rows}, hidden)
+        if names.has_interleaved_heads:
+            parts[:2] = [_with_separate_halves(part, self.config.head_dim) for part in parts[:2]]
+        return self.maker.matrix(parts)
+
+    def _qkv_bias(self, query_rows: int, kv_rows: int) -> VectorT:
+        names, head_dim = self.source.names, self.config.head_dim
         query, key, value = (
-            source.vector(f"{name.format(i)}.bias", size)
+            self.source.vector(f"{name.format(self.i)}.bias", size)
             for name, size in ((names.query, query_rows), (names.key, kv_rows), (names.value, kv_rows))
         )
-        if source.has_interleaved_heads:
-            query, key = _separate_halves(query, config.head_dim), _separate_halves(key, config.head_dim)
-        return maker.vector(np.concatenate((query, key, value)))
+        if names.has_interleaved_heads:
+            query, key = _separate_halves(query, head_dim), _separate_halves(key, head_dim)
+        return self.maker.vector(np.concatenate((query, key, value)))
 
-    return LayerWeights(
-        attention_norm=vector(f"{names.attention_norm}.weight", hidden),
-        qkv=matrix({names.query: query_rows, names.key: kv_rows, names.value: kv_rows}, hidden),
-        qkv_bias=qkv_bias() if config.has_qkv_bias else None,
-        output=matrix({names.output: hidden}, query_rows),
-        output_bias=vector(f"{names.output}.bias", hidden) if config.has_output_bias else None,
-        mlp_norm=vector(f"{names.mlp_norm}.weight", hidden),
-        gate_up=matrix({names.gate: inner, names.up: inner}, hidden),
-        down=matrix({names.down: hidden}, inner),
-    )
+    def _mlp(self) -> GatedMLP[MatrixT]:
+        names, hidden, inner = self.source.names, self.config.hidden_size, self.config.intermediate_size
+        fused = None if names.gate_up is None else {names.gate_up: 2 * inner}
+        return GatedMLP(
+            gate_up=self._matrix(fused or {names.gate: inner, names.up: inner}, hidden),
+            down=self._matrix({names.down: hidden}, inner),
+        )
+
+    def _experts(self, experts: Experts) -> MixtureOfExperts[MatrixT]:
+        names, hidden = self.source.names, self.config.hidden_size
+        router = self._parts({names.router: experts.num_experts}, hidden)
+        gates, ups, downs = (
+            self._expert_parts(name, experts.num_experts, shape)
+            for name, shape in (
+                (names.expert_gate, (experts.intermediate_size, hidden)),
+                (names.expert_up, (experts.intermediate_size, hidden)),
+                (names.expert_down, (hidden, experts.intermediate_size)),
+            )
+        )
+        return MixtureOfExperts(
+            # It is small, and a token that goes to another expert is another token.
+            router=self.maker.matrix(router, may_quantize=False),
+            experts=[
+                GatedMLP(self.maker.matrix([gate, up]), self.maker.matrix([down]))
+                for gate, up, down in zip(gates, ups, downs, strict=True)
+            ],
+        )
+
+    def _expert_parts(self, name: str, num_experts: int, shape: tuple[int, int]) -> Sequence[MatrixPart]:
+        """A matrix for each expert."""
+        if name.format(self.i, 0) == name.format(self.i, 1):
+            return self.source.stacked_matrices(f"{name.format(self.i)}.weight", (num_experts, *shape))
+        return [self.source.matrix(f"{name.format(self.i, expert)}.weight", shape) for expert in range(num_experts)]
 
 
 def _with_separate_halves(part: MatrixPart, head_dim: int) -> MatrixPart:

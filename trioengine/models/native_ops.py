@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.program import Buffer, Program, ProgramBuilder
+from trioengine_kernels.native.structures import Activation as NativeActivation
 from trioengine_kernels.native.tiles import (
     GGML_TYPE_NAMES,
     TileKind,
@@ -27,7 +28,8 @@ from trioengine_kernels.native.tiles import (
 from trioengine.checkpoint.gguf import GGMLType
 from trioengine.checkpoint.quantized import QuantizedMatrix, ScaledMatrix
 from trioengine.config.engine import Quantization
-from trioengine.models.decoder import AttentionShape
+from trioengine.models.config import Activation, Experts
+from trioengine.models.decoder import AttentionShape, GatedMLP, Rotation
 from trioengine.models.loader import (
     Checkpoint,
     Floats,
@@ -48,6 +50,10 @@ _TILE_KINDS: Mapping[Quantization, TileKind] = {
     Quantization.INT8: TileKind.INT8,
     Quantization.INT4: TileKind.INT4,
 }
+_ACTIVATIONS: Mapping[Activation, NativeActivation] = {
+    Activation.SILU: NativeActivation.SILU,
+    Activation.GELU_TANH: NativeActivation.GELU_TANH,
+}
 _PIECE_VALUES = 1 << 22
 """Numbers that are floats at a time, on the way from a type that cannot be packed as it is: 16 MiB."""
 _STRIP_ROWS = 16
@@ -62,6 +68,7 @@ def load_native_model(
     pool: ThreadPool,
     quantization: Quantization | None = None,
     report: ReportFraction | None = None,
+    max_length: int | None = None,
     cache_folder: Path | None = None,
 ) -> NativeModel:
     """As `loader.load_model`, packed into tiles.
@@ -72,13 +79,14 @@ def load_native_model(
         pool: threads that pack.
         quantization: what matrices of floats become; None keeps them.
         report: called with the share of the weights that is loaded.
+        max_length: as `loader.load_model`.
         cache_folder: keeps what takes long to pack for the next time, as `pack_cache` says; None keeps nothing.
     """
     weights = NativeWeights(library, pool, quantization)
     if cache_folder is None:
-        return load_model(checkpoint, weights, report)
+        return load_model(checkpoint, weights, report, max_length)
     with cached_weights(weights, library, cache_folder, checkpoint.version, str(quantization)) as maker:
-        return load_model(checkpoint, maker, report)
+        return load_model(checkpoint, maker, report, max_length)
 
 
 class NativeWeights:
@@ -91,8 +99,9 @@ class NativeWeights:
 
     def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> NativeMatrix:
         """The parts, one below the other."""
+        float_kind = self._float_kind if may_quantize else None
         tiles: list[WeightTiles] = []
-        for layout, equals in itertools.groupby(parts, key=self._layout):
+        for layout, equals in itertools.groupby(parts, key=lambda part: _layout(part, float_kind)):
             tiles += self._pack(layout, list(equals))
         return tiles
 
@@ -112,23 +121,6 @@ class NativeWeights:
     def vector(self, values: Floats) -> Floats:
         """The same numbers."""
         return values
-
-    def _layout(self, part: MatrixPart) -> "_Layout":
-        match part:
-            case StoredMatrix() if part.kind.name not in GGML_TYPE_NAMES:
-                # 8-bit tiles of quantized types that the kernels do not know.
-                return _Layout(TileKind.INT8 if part.kind.block_size > 1 else self._float_kind or TileKind.F32)
-            case StoredMatrix() if part.kind.block_size > 1:
-                return _Layout(None, part.kind)
-            case StoredMatrix():
-                halves = TileKind.F16 if part.kind is GGMLType.BF16 and _fit_halves(part.rows) else None
-                return _Layout(halves if self._float_kind is None else self._float_kind, part.kind)
-            case QuantizedMatrix():
-                return _quantized_layout(part)
-            case ScaledMatrix():
-                largest = float(np.abs(part.scales).max() * np.nanmax(np.abs(part.table[np.isfinite(part.table)])))
-                halves = TileKind.F16 if 2.0**-8 <= largest < 2.0**15 else TileKind.F32
-                return _Layout(halves if self._float_kind is None else self._float_kind)
 
     def _pack(self, layout: "_Layout", parts: Sequence[MatrixPart]) -> Sequence[WeightTiles]:
         """Parts of one layout."""
@@ -165,6 +157,25 @@ class _Layout:
     """Of the bytes, where the kernels know them; else pieces are worked out here."""
     has_blocks: bool = False
     """Pieces are the codes, scales and minimums that the tiles have; else floats."""
+
+
+def _layout(part: MatrixPart, float_kind: TileKind | None) -> _Layout:
+    """`float_kind`: what floats become; None keeps them."""
+    match part:
+        case StoredMatrix() if part.kind.name not in GGML_TYPE_NAMES:
+            # 8-bit tiles of quantized types that the kernels do not know.
+            return _Layout(TileKind.INT8 if part.kind.block_size > 1 else float_kind or TileKind.F32)
+        case StoredMatrix() if part.kind.block_size > 1:
+            return _Layout(None, part.kind)
+        case StoredMatrix():
+            halves = TileKind.F16 if part.kind is GGMLType.BF16 and _fit_halves(part.rows) else None
+            return _Layout(halves if float_kind is None else float_kind, part.kind)
+        case QuantizedMatrix():
+            return _quantized_layout(part)
+        case ScaledMatrix():
+            largest = float(np.abs(part.scales).max() * np.nanmax(np.abs(part.table[np.isfinite(part.table)])))
+            halves = TileKind.F16 if 2.0**-8 <= largest < 2.0**15 else TileKind.F32
+            return _Layout(halves if float_kind is None else float_kind)
 
 
 def _quantized_layout(part: QuantizedMatrix) -> _Layout:
@@ -246,14 +257,19 @@ class NativeOps:
 
     builder: ProgramBuilder
 
-    def embedding(self, table: NativeMatrix) -> Buffer:
-        """The rows of the step's tokens."""
+    def embedding(self, table: NativeMatrix, multiplier: float) -> Buffer:
+        """As `ProgramBuilder.embedding`."""
         (tiles,) = table
-        return self.builder.embedding(tiles)
+        return self.builder.embedding(tiles, multiplier)
 
     def rms_norm(self, x: Buffer, weight: Floats, epsilon: float) -> Buffer:
         """As `ProgramBuilder.rms_norm`."""
         return self.builder.rms_norm(x, weight, epsilon)
+
+    def add(self, x: Buffer, residual: Buffer) -> Buffer:
+        """As `ProgramBuilder.add`: the residual, which is changed."""
+        self.builder.add(x, residual)
+        return residual
 
     def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Floats, epsilon: float) -> tuple[Buffer, Buffer]:
         """As `ProgramBuilder.add_rms_norm`, and the residual, which is changed."""
@@ -263,13 +279,23 @@ class NativeOps:
         """As `ProgramBuilder.linear`."""
         return self.builder.linear(x, weight, bias)
 
-    def rope_write_kv(self, qkv: Buffer, inverse_frequencies: Floats, shape: AttentionShape) -> Buffer:
+    def rope_write_kv(
+        self,
+        qkv: Buffer,
+        query_norm: Floats | None,
+        key_norm: Floats | None,
+        rotation: Rotation[Floats] | None,
+        shape: AttentionShape,
+    ) -> Buffer:
         """As `ProgramBuilder.rope_write_kv`; the queries are where they were."""
         self.builder.rope_write_kv(
             qkv,
             shape.kv_layer,
             num_heads=shape.num_heads,
-            inverse_frequencies=inverse_frequencies,
+            inverse_frequencies=None if rotation is None else rotation.inverse_frequencies,
+            attention_factor=1.0 if rotation is None else rotation.attention_factor,
+            norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+            epsilon=shape.norm_epsilon,
             kv_group=shape.kv_group,
         )
         return qkv
@@ -282,12 +308,36 @@ class NativeOps:
             num_heads=shape.num_heads,
             scale=shape.scale,
             window=shape.window,
+            soft_cap=shape.soft_cap,
             kv_group=shape.kv_group,
         )
 
-    def silu_and_mul(self, gate_up: Buffer) -> Buffer:
-        """As `ProgramBuilder.silu_mul`."""
-        return self.builder.silu_mul(gate_up)
+    def gated(self, gate_up: Buffer, activation: Activation) -> Buffer:
+        """As `ProgramBuilder.gated`."""
+        return self.builder.gated(gate_up, _ACTIVATIONS[activation])
+
+    def experts(
+        self,
+        x: Buffer,
+        router_logits: Buffer,
+        experts: Sequence[GatedMLP[NativeMatrix]],
+        choice: Experts,
+        activation: Activation,
+    ) -> Buffer:
+        """As `ProgramBuilder.experts`."""
+        return self.builder.experts(
+            x,
+            router_logits,
+            [(expert.gate_up, expert.down) for expert in experts],
+            num_chosen=choice.num_experts_per_token,
+            is_normalized=choice.has_normalized_weights,
+            activation=_ACTIVATIONS[activation],
+        )
+
+    def soft_cap(self, x: Buffer, cap: float) -> Buffer:
+        """As `ProgramBuilder.soft_cap`, in place."""
+        self.builder.soft_cap(x, cap)
+        return x
 
     def select_logit_rows(self, x: Buffer) -> Buffer:
         """As `ProgramBuilder.select_rows`."""

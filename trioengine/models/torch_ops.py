@@ -1,7 +1,7 @@
 # pyright: basic
 """The decoder's operations in torch, computed as they are called, and weights as float32 tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -9,20 +9,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from trioengine_kernels.experts import choose_experts, mix_experts
+from trioengine_kernels.gelu_tanh_and_mul import gelu_tanh_and_mul
 from trioengine_kernels.paged_attention import AttentionPlan, paged_attention
 from trioengine_kernels.rms_norm import add_rms_norm, rms_norm
 from trioengine_kernels.rope import rope
 from trioengine_kernels.silu_and_mul import silu_and_mul
+from trioengine_kernels.soft_cap import soft_cap
 from trioengine_kernels.write_kv import write_kv
 
-from trioengine.models.decoder import AttentionShape
+from trioengine.models.config import Activation, Experts
+from trioengine.models.decoder import AttentionShape, GatedMLP, Rotation
 from trioengine.models.loader import Checkpoint, Floats, LoadedModel, MatrixPart, ReportFraction, load_model
 
 
 class TorchWeights:
     """Makes float32 tensors of weights, whatever they are in the file."""
 
-    def matrix(self, parts: Sequence[MatrixPart]) -> Tensor:
+    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> Tensor:
         """The parts, one below the other: [rows, columns]."""
         if len(parts) == 1:
             return torch.from_numpy(parts[0].floats())
@@ -69,15 +73,19 @@ class TorchOps:
         """`kv_cache`: for each KV group, its layers' in their order."""
         self._batch = batch
         self._kv_cache = kv_cache
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self._angles: dict[Rotation[Tensor], tuple[Tensor, Tensor]] = {}
 
-    def embedding(self, table: Tensor) -> Tensor:
-        """The rows of the step's tokens."""
-        return F.embedding(self._batch.token_ids, table)
+    def embedding(self, table: Tensor, multiplier: float) -> Tensor:
+        """The rows of the step's tokens times the multiplier."""
+        return F.embedding(self._batch.token_ids, table) * multiplier
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """As `trioengine_kernels.rms_norm`."""
         return rms_norm(x, weight, epsilon)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum."""
+        return residual + x
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """As `trioengine_kernels.rms_norm`."""
@@ -87,36 +95,90 @@ class TorchOps:
         """`x @ weightᵀ + bias`."""
         return F.linear(x, weight, bias)
 
-    def rope_write_kv(self, qkv: Tensor, inverse_frequencies: Tensor, shape: AttentionShape) -> Tensor:
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        rotation: Rotation[Tensor] | None,
+        shape: AttentionShape,
+    ) -> Tensor:
         """The rotated queries, [num_tokens, num_heads, head_dim]."""
-        if self._angles is None:
-            angles = self._batch.positions.unsqueeze(1) * inverse_frequencies
-            self._angles = angles.cos(), angles.sin()
-        heads = qkv.unflatten(1, (-1, shape.head_dim))
-        num_rotated = shape.num_heads + shape.num_kv_heads
-        rotated = rope(heads[:, :num_rotated], *self._angles)
+        query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        query, key, value = qkv.split([query_width, kv_width, kv_width], dim=1)
+        query = self._normed_and_rotated(query, query_norm, rotation, shape)
+        key = self._normed_and_rotated(key, key_norm, rotation, shape)
         cache, slots = self._kv_cache[shape.kv_group][shape.kv_layer], self._batch.slots[shape.kv_group]
-        write_kv(rotated[:, shape.num_heads :], heads[:, num_rotated:], cache.keys, cache.values, slots)
-        return rotated[:, : shape.num_heads]
+        write_kv(key, value.unflatten(1, (-1, shape.head_dim)), cache.keys, cache.values, slots)
+        return query
+
+    def _normed_and_rotated(
+        self, x: Tensor, norm: Tensor | None, rotation: Rotation[Tensor] | None, shape: AttentionShape
+    ) -> Tensor:
+        """[num_tokens, heads, head_dim]."""
+        if norm is not None:
+            # Of one head's size or of all.
+            x = rms_norm(x.unflatten(1, (-1, len(norm))), norm, shape.norm_epsilon).flatten(1)
+        heads = x.unflatten(1, (-1, shape.head_dim))
+        return heads if rotation is None else rope(heads, *self._angles_of(rotation))
+
+    def _angles_of(self, rotation: Rotation[Tensor]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, with the rotation's factor."""
+        if rotation not in self._angles:
+            angles = self._batch.positions.unsqueeze(1) * rotation.inverse_frequencies
+            factor = rotation.attention_factor
+            self._angles[rotation] = angles.cos() * factor, angles.sin() * factor
+        return self._angles[rotation]
 
     def attention(self, query: Tensor, shape: AttentionShape) -> Tensor:
         """As `trioengine_kernels.paged_attention`, the heads side by side."""
         cache, plan = self._kv_cache[shape.kv_group][shape.kv_layer], self._batch.attention[shape.kv_group]
-        return paged_attention(query, cache.keys, cache.values, plan, scale=shape.scale).flatten(1)
+        attended = paged_attention(query, cache.keys, cache.values, plan, scale=shape.scale, soft_cap=shape.soft_cap)
+        return attended.flatten(1)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """As `trioengine_kernels.silu_and_mul`."""
-        return silu_and_mul(gate_up)
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """As `trioengine_kernels.silu_and_mul`, or the other activation's."""
+        return _GATES[activation](gate_up)
+
+    def experts(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        experts: Sequence[GatedMLP[Tensor]],
+        choice: Experts,
+        activation: Activation,
+    ) -> Tensor:
+        """As `trioengine_kernels.experts`."""
+        chosen, weights = choose_experts(
+            router_logits, choice.num_experts_per_token, is_normalized=choice.has_normalized_weights
+        )
+
+        def compute(number: int, rows: Tensor) -> Tensor:
+            expert = experts[number]
+            return F.linear(self.gated(F.linear(rows, expert.gate_up), activation), expert.down)
+
+        return mix_experts(x, chosen, weights, compute)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """As `trioengine_kernels.soft_cap`."""
+        return soft_cap(x, cap)
 
     def select_logit_rows(self, x: Tensor) -> Tensor:
         """The rows of `DecoderInput.logit_rows`."""
         return x.index_select(0, self._batch.logit_rows)
 
 
+_GATES: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu_and_mul,
+    Activation.GELU_TANH: gelu_tanh_and_mul,
+}
+
 TorchModel: TypeAlias = LoadedModel[Tensor, Tensor]
 """A model that `TorchOps` can compute."""
 
 
-def load_torch_model(checkpoint: Checkpoint, report: ReportFraction | None = None) -> TorchModel:
+def load_torch_model(
+    checkpoint: Checkpoint, report: ReportFraction | None = None, max_length: int | None = None
+) -> TorchModel:
     """As `loader.load_model`, float32 tensors."""
-    return load_model(checkpoint, TorchWeights(), report)
+    return load_model(checkpoint, TorchWeights(), report, max_length)

@@ -5,16 +5,37 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 from trioengine_kernels.native.library import ThreadPool
 from trioengine_kernels.native.program import KVCache, StepArrays
 from trioengine_kernels.paged_attention import plan_attention
 
+from trioengine.models.decoder import AttentionShape, Rotation
 from trioengine.models.loader import Floats
 from trioengine.models.native_ops import NativeModel, record
 from trioengine.models.torch_ops import DecoderInput, LayerKVCache, TorchModel, TorchOps
 from trioengine.testing.native import native_library
 
 BLOCK_SIZE = 16
+
+
+class HalfCacheOps(TorchOps):
+    """Keys and values are rounded to halves, as the native cache holds them."""
+
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        rotation: Rotation[Tensor] | None,
+        shape: AttentionShape,
+    ) -> Tensor:
+        """As `TorchOps.rope_write_kv`, rounded."""
+        query = super().rope_write_kv(qkv, query_norm, key_norm, rotation, shape)
+        cache = self._kv_cache[shape.kv_group][shape.kv_layer]
+        cache.keys.copy_(cache.keys.half())
+        cache.values.copy_(cache.values.half())
+        return query
 
 
 def torch_logits(model: TorchModel, token_ids: Sequence[int], ops: type[TorchOps] = TorchOps) -> Floats:

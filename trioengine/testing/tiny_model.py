@@ -14,7 +14,7 @@ from trioengine_kernels.native.tiles import TileKind, pack_float
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.models.config import Architecture, ModelConfig
-from trioengine.models.decoder import Decoder, DecoderWeights, LayerWeights
+from trioengine.models.decoder import Decoder, DecoderWeights, GatedMLP, LayerWeights, Rotation
 from trioengine.models.loader import Floats, LoadedModel
 from trioengine.models.native_ops import NativeMatrix, NativeModel
 from trioengine.models.rope import inverse_frequencies
@@ -46,7 +46,7 @@ def tiny_config(vocab_size: int = 211, max_position_embeddings: int = 512) -> Mo
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> TorchModel:
-    """A model of this architecture. The same arguments give the same weights."""
+    """A model of this architecture, a Llama. The same arguments give the same weights."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -65,27 +65,36 @@ def random_model(config: ModelConfig, seed: int = 0) -> TorchModel:
             attention_norm=norm(),
             qkv=matrix(query_rows + 2 * kv_rows, config.hidden_size),
             qkv_bias=bias(query_rows + 2 * kv_rows) if config.has_qkv_bias else None,
+            query_norm=None,
+            key_norm=None,
             output=matrix(config.hidden_size, query_rows),
             output_bias=bias(config.hidden_size) if config.has_output_bias else None,
+            attention_post_norm=None,
             mlp_norm=norm(),
-            gate_up=matrix(2 * config.intermediate_size, config.hidden_size),
-            down=matrix(config.hidden_size, config.intermediate_size),
+            mlp=GatedMLP(
+                gate_up=matrix(2 * config.intermediate_size, config.hidden_size),
+                down=matrix(config.hidden_size, config.intermediate_size),
+            ),
+            mlp_post_norm=None,
         )
         for _ in range(config.num_layers)
     ]
     embedding = matrix(config.vocab_size, config.hidden_size)
+    (rope,) = {*config.layer_ropes}
+    assert rope is not None
+    frequencies = inverse_frequencies(rope, config.head_dim, config.max_position_embeddings)
     weights = DecoderWeights(
         embedding=embedding,
         layers=layers,
         final_norm=norm(),
         head=embedding if config.has_tied_embeddings else matrix(config.vocab_size, config.hidden_size),
-        inverse_frequencies=torch.from_numpy(inverse_frequencies(config)),
+        rotations=[Rotation(torch.from_numpy(frequencies), 1.0)] * config.num_layers,
     )
     return LoadedModel(config, Decoder(config, weights))
 
 
 def native_copy(model: TorchModel) -> NativeModel:
-    """The same model for the native kernels, float32."""
+    """The same model, a Llama, for the native kernels, float32."""
     library = native_library()
 
     def matrix(values: Tensor) -> NativeMatrix:
@@ -97,23 +106,28 @@ def native_copy(model: TorchModel) -> NativeModel:
     weights = model.decoder.weights
     layers = [
         LayerWeights(
-            attention_norm=layer.attention_norm.numpy(),
+            attention_norm=vector(layer.attention_norm),
             qkv=matrix(layer.qkv),
             qkv_bias=vector(layer.qkv_bias),
+            query_norm=None,
+            key_norm=None,
             output=matrix(layer.output),
             output_bias=vector(layer.output_bias),
-            mlp_norm=layer.mlp_norm.numpy(),
-            gate_up=matrix(layer.gate_up),
-            down=matrix(layer.down),
+            attention_post_norm=None,
+            mlp_norm=vector(layer.mlp_norm),
+            mlp=GatedMLP(matrix(_gated_mlp(layer).gate_up), matrix(_gated_mlp(layer).down)),
+            mlp_post_norm=None,
         )
         for layer in weights.layers
     ]
+    rotation = weights.rotations[0]
+    assert rotation is not None
     copied = DecoderWeights(
         embedding=matrix(weights.embedding),
         layers=layers,
         final_norm=weights.final_norm.numpy(),
         head=matrix(weights.head),
-        inverse_frequencies=weights.inverse_frequencies.numpy(),
+        rotations=[Rotation(rotation.inverse_frequencies.numpy(), 1.0)] * len(layers),
     )
     return LoadedModel(model.config, Decoder(model.config, copied))
 
@@ -143,7 +157,9 @@ def write_gguf(path: Path, model: TorchModel, encode: Encode | None = None) -> N
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
+    (rope,) = {*config.layer_ropes}
+    assert rope is not None
+    writer.add_rope_freq_base(rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_epsilon)
     if (window := config.layer_windows[0]) is not None:
         writer.add_sliding_window(window)
@@ -176,7 +192,8 @@ def write_gguf(path: Path, model: TorchModel, encode: Encode | None = None) -> N
         add("output.weight", weights.head)
     for i, layer in enumerate(weights.layers):
         name = f"blk.{i}"
-        gate, up = layer.gate_up.chunk(2)
+        mlp = _gated_mlp(layer)
+        gate, up = mlp.gate_up.chunk(2)
         add(f"{name}.attn_norm.weight", layer.attention_norm)
         add_qkv(name, "weight", layer.qkv)
         add_qkv(name, "bias", layer.qkv_bias)
@@ -185,7 +202,7 @@ def write_gguf(path: Path, model: TorchModel, encode: Encode | None = None) -> N
         add(f"{name}.ffn_norm.weight", layer.mlp_norm)
         add(f"{name}.ffn_gate.weight", gate)
         add(f"{name}.ffn_up.weight", up)
-        add(f"{name}.ffn_down.weight", layer.down)
+        add(f"{name}.ffn_down.weight", mlp.down)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -196,13 +213,17 @@ def folder_tensors(model: TorchModel) -> dict[str, Tensor]:
     """The weights of a Llama as transformers names and arranges them."""
     config, weights = model.config, model.decoder.weights
     query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
+    tensors: dict[str, Tensor | None] = {
+        "model.embed_tokens.weight": weights.embedding,
+        "model.norm.weight": weights.final_norm,
+    }
     if not config.has_tied_embeddings:
         tensors["lm_head.weight"] = weights.head
     for i, layer in enumerate(weights.layers):
         prefix = f"model.layers.{i}"
         query, key, value = layer.qkv.split([query_rows, kv_rows, kv_rows])
-        gate, up = layer.gate_up.chunk(2)
+        mlp = _gated_mlp(layer)
+        gate, up = mlp.gate_up.chunk(2)
         tensors |= {
             f"{prefix}.input_layernorm.weight": layer.attention_norm,
             f"{prefix}.self_attn.q_proj.weight": query,
@@ -212,9 +233,9 @@ def folder_tensors(model: TorchModel) -> dict[str, Tensor]:
             f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm,
             f"{prefix}.mlp.gate_proj.weight": gate,
             f"{prefix}.mlp.up_proj.weight": up,
-            f"{prefix}.mlp.down_proj.weight": layer.down,
+            f"{prefix}.mlp.down_proj.weight": mlp.down,
         }
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
 
 
 def write_folder(folder: Path, model: TorchModel, tensors: dict[str, Tensor]) -> ModelLocation:
@@ -239,6 +260,11 @@ def write_folder(folder: Path, model: TorchModel, tensors: dict[str, Tensor]) ->
     (folder / "config.json").write_text(json.dumps(facts))
     save_file(tensors, folder / "model.safetensors")
     return ModelLocation(ModelKind.FOLDER, folder, "tiny")
+
+
+def _gated_mlp(layer: LayerWeights[Tensor, Tensor]) -> GatedMLP[Tensor]:
+    assert isinstance(layer.mlp, GatedMLP)
+    return layer.mlp
 
 
 def _interleave(rows: Tensor, num_heads: int) -> Tensor:

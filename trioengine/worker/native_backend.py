@@ -34,10 +34,12 @@ def load_native_backend(
     pool, version = ThreadPool(library, config.cpu_threads), checkpoint.version
     cache_folder = env.cache_dir() / "packed"
     return NativeBackend(
-        load_native_model(checkpoint, library, pool, quantization, report, cache_folder),
+        load_native_model(checkpoint, library, pool, quantization, report, config.max_model_len, cache_folder),
         library,
         pool,
-        reload=lambda: load_native_model(version.open(), library, pool, quantization, cache_folder=cache_folder),
+        reload=lambda: load_native_model(
+            version.open(), library, pool, quantization, max_length=config.max_model_len, cache_folder=cache_folder
+        ),
         num_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens,

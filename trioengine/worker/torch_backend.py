@@ -29,8 +29,8 @@ def load_torch_backend(
     torch.set_num_threads(config.cpu_threads)
     version = checkpoint.version
     return TorchBackend(
-        load_torch_model(checkpoint, report),
-        reload=lambda: load_torch_model(version.open()),
+        load_torch_model(checkpoint, report, config.max_model_len),
+        reload=lambda: load_torch_model(version.open(), max_length=config.max_model_len),
         num_blocks=config.num_kv_blocks,
         block_size=config.block_size,
     )

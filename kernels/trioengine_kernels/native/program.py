@@ -116,7 +116,9 @@ class Buffer:
     """A stand-in for the address."""
     width: int
     is_for_logits: bool
-    """Its rows are the step's logit rows, else its tokens."""
+    """Its rows are the step's logit rows, else its tokens..."""
+    rows_per_token: int
+    """...each so many times."""
     op_index: int | None
     """The operation that fills it, where that one may write its quantized form, too."""
 
@@ -158,15 +160,15 @@ class ProgramBuilder:
         """By a buffer's address: how many operations read it as floats."""
         self._quantized: dict[int, int] = {}
         """By a buffer's address: that of its quantized form."""
-        self._rope_tables: dict[bytes, int] = {}
+        self._rope_tables: dict[tuple[bytes, float], int] = {}
         self._kv_groups: list[_KVGroup] = []
 
-    def embedding(self, tiles: WeightTiles) -> Buffer:
-        """The rows of the step's token ids."""
+    def embedding(self, tiles: WeightTiles, multiplier: float = 1.0) -> Buffer:
+        """The rows of the step's token ids, times the multiplier."""
         if tiles.rows < self._vocab_size:
             raise ValueError(f"The embedding has {tiles.rows} rows for a vocabulary of {self._vocab_size}.")
         out = self._buffer(tiles.columns)
-        self._add(OpKind.EMBEDDING, embedding=c.Embedding(self._tiles(tiles), out.address))
+        self._add(OpKind.EMBEDDING, embedding=c.Embedding(self._tiles(tiles), out.address, multiplier))
         return out
 
     def rms_norm(self, x: Buffer, weight: Floats, epsilon: float) -> Buffer:
@@ -183,7 +185,7 @@ class ProgramBuilder:
         _check_same(x, residual)
         self._read(x)
         self._read(residual)
-        self._add(OpKind.ADD, x.is_for_logits, add=c.Add(x.address, residual.address, x.width))
+        self._add(OpKind.ADD, x, add=c.Add(x.address, residual.address, x.width))
         self._changed(residual)
 
     def linear(self, x: Buffer, weights: WeightTiles | Sequence[WeightTiles], bias: Floats | None = None) -> Buffer:
@@ -194,7 +196,7 @@ class ProgramBuilder:
             raise ValueError(f"A matrix of {matrices[0].columns} columns cannot be applied to {x.width}.")
         if bias is not None:
             bias = self._constant(bias, width)
-        out = self._buffer(width, x.is_for_logits)
+        out = self._like(x, width)
         first = 0
         for tiles in matrices:
             if tiles.kind.is_quantized:
@@ -209,28 +211,57 @@ class ProgramBuilder:
                 out.address + 4 * first,
                 width,
             )
-            self._add(OpKind.LINEAR, x.is_for_logits, linear=linear)
+            self._add(OpKind.LINEAR, x, linear=linear)
             first += tiles.rows
         return out
 
     def rope_write_kv(
-        self, qkv: Buffer, layer: int, *, num_heads: int, inverse_frequencies: Floats | None, kv_group: int = 0
+        self,
+        qkv: Buffer,
+        layer: int,
+        *,
+        num_heads: int,
+        inverse_frequencies: Floats | None,
+        attention_factor: float = 1.0,
+        norms: tuple[Floats, Floats] | None = None,
+        epsilon: float = 0.0,
+        kv_group: int = 0,
     ) -> None:
-        """Rotate queries and keys in place, and store keys and values in the cache.
+        """Normalize and rotate queries and keys in place, and store keys and values in the cache.
 
         Args:
             qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values.
             layer: of the group's cache.
             num_heads: of the queries.
             inverse_frequencies: [rotary_dim / 2], angle per position; None rotates nothing.
+            attention_factor: multiplies what is rotated.
+            norms: weights of the norms of queries and keys, each of the size of one head or of all; None is no norm.
+            epsilon: of these norms.
             kv_group: whose cache and slots are used.
         """
         group = self._check_qkv(qkv, layer, num_heads, kv_group)
         half = 0 if inverse_frequencies is None else len(inverse_frequencies)
         if 2 * half > self._head_dim:
             raise ValueError(f"{half} frequencies are too many for heads of {self._head_dim}.")
-        table = None if inverse_frequencies is None else self._rope_table(inverse_frequencies)
-        rope = c.RopeWrite(qkv.address, table, qkv.width, half, num_heads, kv_group, layer)
+        table = None if inverse_frequencies is None else self._rope_table(inverse_frequencies, attention_factor)
+        rope = c.RopeWrite(
+            qkv=qkv.address,
+            cos_sin=table,
+            qkv_stride=qkv.width,
+            epsilon=epsilon,
+            half=half,
+            num_heads=num_heads,
+            kv_group=kv_group,
+            layer=layer,
+        )
+        if norms is not None:
+            query_norm, key_norm = norms
+            for norm, heads in ((query_norm, num_heads), (key_norm, self._num_kv_heads)):
+                if len(norm) not in (self._head_dim, heads * self._head_dim):
+                    raise ValueError(f"A norm of {len(norm)} is neither of one head nor of {heads}.")
+            rope.query_norm_size, rope.key_norm_size = len(query_norm), len(key_norm)
+            rope.query_norm = _address(self._constant(query_norm, len(query_norm)))
+            rope.key_norm = _address(self._constant(key_norm, len(key_norm)))
         self._read(qkv)
         self._add(OpKind.ROPE_WRITE, rope_write=rope)
         self._changed(qkv)
@@ -292,9 +323,117 @@ class ProgramBuilder:
             raise ValueError("Gates and values must be equally many.")
         self._read(gate_up)
         width = gate_up.width // 2
-        out = self._buffer(width, gate_up.is_for_logits)
+        out = self._like(gate_up, width)
         gated = c.Gated(gate_up.address, out.address, None, width, activation)
-        return attrs.evolve(out, op_index=self._add(OpKind.GATED, gate_up.is_for_logits, gated=gated))
+        return attrs.evolve(out, op_index=self._add(OpKind.GATED, gate_up, gated=gated))
+
+    def experts(
+        self,
+        x: Buffer,
+        router_logits: Buffer,
+        experts: Sequence[tuple[Sequence[WeightTiles], Sequence[WeightTiles]]],
+        *,
+        num_chosen: int,
+        is_normalized: bool,
+        activation: Activation,
+    ) -> Buffer:
+        """Each row through the experts with its largest logits: their results, weighted by a softmax and added.
+
+        Args:
+            x: what they read.
+            router_logits: one for each expert.
+            experts: the matrices of each, stacked: gates and values, and what is applied to their product. Those of
+                all experts have the same sizes.
+            num_chosen: how many each row goes through.
+            is_normalized: the weights of these are made to sum to 1; else those of all experts are.
+            activation: of the gates.
+        """
+        num_experts = len(experts)
+        if router_logits.width != num_experts or router_logits.is_for_logits != x.is_for_logits:
+            raise ValueError(f"{router_logits.width} logits cannot choose one of {num_experts} experts.")
+        if not 1 <= num_chosen <= num_experts or x.rows_per_token != 1:
+            raise ValueError(f"{num_chosen} of {num_experts} experts cannot be chosen.")
+        max_rows = self._max_rows(x)
+        chosen, weights, rows, places = (self._memory.add(max_rows * num_chosen * 4) for _ in range(4))
+        starts = self._memory.add((num_experts + 1) * 4)
+        self._read(router_logits)
+        choose = c.ChooseExperts(router_logits.address, chosen, weights, num_experts, num_chosen, is_normalized)
+        self._add(OpKind.CHOOSE_EXPERTS, x, choose=choose)
+        group = c.GroupByExpert(chosen, starts, rows, places, num_experts, num_chosen)
+        self._add(OpKind.GROUP_BY_EXPERT, x, group=group)
+
+        def gather(is_quantized: bool) -> Buffer:
+            """The rows of `x` beside each other by expert; floats, or groups behind an address of floats."""
+            row_bytes = -(-x.width // 32) * c.GROUP_BYTES if is_quantized else x.width * 4
+            out = Buffer(
+                self._memory.add(max_rows * num_chosen * row_bytes), x.width, x.is_for_logits, num_chosen, None
+            )
+            if is_quantized:
+                source = self._quantize(x)
+            else:
+                self._read(x)
+                source = x.address
+            self._add(OpKind.GATHER_ROWS, out, gather=c.GatherRows(source, rows, out.address, row_bytes))
+            return out
+
+        gathered: dict[bool, int] = {}
+        stacks = [gate_up for gate_up, _ in experts], [down for _, down in experts]
+        for tiles in stacks[0][0]:
+            if tiles.kind.is_quantized not in gathered:
+                gathered[tiles.kind.is_quantized] = gather(tiles.kind.is_quantized).address
+        gate_up = self._expert_linear(stacks[0], gathered, starts, x, num_chosen)
+        gated = self.gated(gate_up, activation)
+        sources: dict[bool, int] = {}
+        for tiles in stacks[1][0]:
+            if tiles.kind.is_quantized:
+                sources[True] = self._quantize(gated)
+            else:
+                self._read(gated)
+                sources[False] = gated.address
+        if any(tiles.columns != gated.width for tiles in stacks[1][0]) or stacks[0][0][0].columns != x.width:
+            raise ValueError("The matrices of the experts do not fit each other.")
+        down = self._expert_linear(stacks[1], sources, starts, x, num_chosen)
+        self._read(down)
+        out = self._like(x, down.width)
+        mix = c.MixExperts(down.address, places, weights, out.address, down.width, num_chosen)
+        self._add(OpKind.MIX_EXPERTS, x, mix=mix)
+        return out
+
+    def _expert_linear(
+        self,
+        experts: Sequence[Sequence[WeightTiles]],
+        sources: dict[bool, int],
+        starts: int,
+        x: Buffer,
+        num_chosen: int,
+    ) -> Buffer:
+        """`sources`: by whether the tiles are quantized, the address of what they are applied to."""
+        first = experts[0]
+        width = sum(tiles.rows for tiles in first)
+        out = self._like(attrs.evolve(x, rows_per_token=num_chosen), width)
+        column = 0
+        for part in zip(*experts, strict=True):
+            is_quantized = part[0].kind.is_quantized
+            if {(tiles.rows, tiles.columns, tiles.kind.is_quantized) for tiles in part} != {
+                (part[0].rows, first[0].columns, is_quantized)
+            }:
+                raise ValueError("The experts of a layer must have matrices of the same sizes.")
+            table = (c.Tiles * len(part))(*(self._tiles(tiles) for tiles in part))
+            self._kept.append(table)
+            linear = c.ExpertLinear(
+                ctypes.addressof(table), starts, sources[is_quantized], out.address + 4 * column, width, len(part)
+            )
+            self._add(OpKind.EXPERT_LINEAR, out, expert_linear=linear)
+            column += part[0].rows
+        return out
+
+    def soft_cap(self, x: Buffer, cap: float) -> None:
+        """`cap * tanh(x / cap)`, in place."""
+        if not cap > 0:
+            raise ValueError("A soft cap must be positive.")
+        self._read(x)
+        self._add(OpKind.SOFT_CAP, x, soft_cap=c.SoftCap(x.address, x.width, cap))
+        self._changed(x)
 
     def select_rows(self, x: Buffer) -> Buffer:
         """The rows whose logits are wanted. What is computed of the result is computed for these only."""
@@ -303,7 +442,7 @@ class ProgramBuilder:
         self._read(x)
         out = self._buffer(x.width, is_for_logits=True)
         select = c.SelectRows(x.address, out.address, x.width)
-        self._add(OpKind.SELECT_ROWS, True, select=select)
+        self._add(OpKind.SELECT_ROWS, out, select=select)
         return out
 
     def build(self, logits: Buffer) -> "Program":
@@ -330,7 +469,7 @@ class ProgramBuilder:
 
     def _norm(self, x: Buffer, residual: Buffer | None, weight: Floats, epsilon: float) -> Buffer:
         weight = self._constant(weight, x.width)
-        out = self._buffer(x.width, x.is_for_logits)
+        out = self._like(x, x.width)
         self._read(x)
         norm = c.Norm(
             x=x.address,
@@ -343,7 +482,7 @@ class ProgramBuilder:
         if residual is not None:
             self._read(residual)
             norm.residual = residual.address
-        index = self._add(OpKind.RMS_NORM, x.is_for_logits, norm=norm)
+        index = self._add(OpKind.RMS_NORM, x, norm=norm)
         if residual is not None:
             self._changed(residual)
         return attrs.evolve(out, op_index=index)
@@ -352,11 +491,11 @@ class ProgramBuilder:
         """The address of a buffer's quantized form, written by the operation that fills it or by one of its own."""
         if (known := self._quantized.get(x.address)) is not None:
             return known
-        groups = self._memory.add(self._max_rows(x.is_for_logits) * -(-x.width // 32) * c.GROUP_BYTES)
+        groups = self._memory.add(self._max_rows(x) * -(-x.width // 32) * c.GROUP_BYTES)
         self._quantized[x.address] = groups
         if x.op_index is None or not self._takes_groups(x.op_index, groups):
             self._read(x)
-            self._add(OpKind.QUANTIZE, x.is_for_logits, quantize=c.Quantize(x.address, groups, x.width))
+            self._add(OpKind.QUANTIZE, x, quantize=c.Quantize(x.address, groups, x.width))
         return groups
 
     def _takes_groups(self, index: int, address: int) -> bool:
@@ -385,15 +524,15 @@ class ProgramBuilder:
                 ):
                     op.attention.out = None
 
-    def _rope_table(self, inverse_frequencies: Floats) -> int:
+    def _rope_table(self, inverse_frequencies: Floats, factor: float) -> int:
         """The step's cosines and sines, computed once for all layers of the same frequencies."""
-        key = inverse_frequencies.tobytes()
+        key = inverse_frequencies.tobytes(), factor
         if (known := self._rope_tables.get(key)) is not None:
             return known
         half = len(inverse_frequencies)
         table = self._buffer(2 * half)
         frequencies = self._constant(inverse_frequencies, half)
-        self._add(OpKind.ROPE_TABLE, rope_table=c.RopeTable(_address(frequencies), table.address, half))
+        self._add(OpKind.ROPE_TABLE, rope_table=c.RopeTable(_address(frequencies), table.address, half, factor))
         self._rope_tables[key] = table.address
         return table.address
 
@@ -409,10 +548,16 @@ class ProgramBuilder:
         return self._kv_groups[kv_group]
 
     def _buffer(self, width: int, is_for_logits: bool = False) -> Buffer:
-        return Buffer(self._memory.add(self._max_rows(is_for_logits) * width * 4), width, is_for_logits, None)
+        rows = self._max_logit_rows if is_for_logits else self._max_tokens
+        return Buffer(self._memory.add(rows * width * 4), width, is_for_logits, 1, None)
 
-    def _max_rows(self, is_for_logits: bool) -> int:
-        return self._max_logit_rows if is_for_logits else self._max_tokens
+    def _like(self, x: Buffer, width: int) -> Buffer:
+        """A new buffer with the rows of this one."""
+        address = self._memory.add(self._max_rows(x) * width * 4)
+        return attrs.evolve(x, address=address, width=width, op_index=None)
+
+    def _max_rows(self, x: Buffer) -> int:
+        return x.rows_per_token * (self._max_logit_rows if x.is_for_logits else self._max_tokens)
 
     def _constant(self, values: Floats, size: int) -> Floats:
         if values.shape != (size,):
@@ -425,10 +570,14 @@ class ProgramBuilder:
         self._kept.append(tiles)
         return c.Tiles(_address(tiles.data), tiles.kind, tiles.rows, tiles.columns, tiles.num_groups)
 
-    def _add(self, kind: OpKind, is_for_logits: bool = False, **body: ctypes.Structure) -> int:
+    def _add(self, kind: OpKind, rows_of: Buffer | None = None, **body: ctypes.Structure) -> int:
+        """`rows_of`: the operation is done for the rows of this one; None is for the step's tokens."""
         if len(self._ops) == MAX_OPS:
             raise ValueError(f"A program has at most {MAX_OPS} operations.")
-        self._ops.append(c.Op(kind=kind, is_for_logits=is_for_logits, **body))
+        is_for_logits, rows_per_token = (
+            (False, 1) if rows_of is None else (rows_of.is_for_logits, rows_of.rows_per_token)
+        )
+        self._ops.append(c.Op(kind=kind, is_for_logits=is_for_logits, rows_per_token=rows_per_token, **body))
         return len(self._ops) - 1
 
     def _read(self, buffer: Buffer) -> None:

@@ -23,6 +23,12 @@ class OpKind(enum.IntEnum):
     ATTENTION_MERGE = 8
     GATED = 9
     SELECT_ROWS = 10
+    SOFT_CAP = 11
+    CHOOSE_EXPERTS = 12
+    GROUP_BY_EXPERT = 13
+    GATHER_ROWS = 14
+    EXPERT_LINEAR = 15
+    MIX_EXPERTS = 16
 
 
 class Activation(enum.IntEnum):
@@ -41,7 +47,7 @@ class Tiles(ctypes.Structure):
 class Embedding(ctypes.Structure):
     """`TeEmbedding`."""
 
-    _fields_ = [("tiles", Tiles), ("out", c_void_p)]
+    _fields_ = [("tiles", Tiles), ("out", c_void_p), ("multiplier", c_float)]
 
 
 class Norm(ctypes.Structure):
@@ -79,7 +85,7 @@ class Add(ctypes.Structure):
 class RopeTable(ctypes.Structure):
     """`TeRopeTable`."""
 
-    _fields_ = [("inverse_frequencies", c_void_p), ("out", c_void_p), ("half", c_int32)]
+    _fields_ = [("inverse_frequencies", c_void_p), ("out", c_void_p), ("half", c_int32), ("factor", c_float)]
 
 
 class RopeWrite(ctypes.Structure):
@@ -88,7 +94,12 @@ class RopeWrite(ctypes.Structure):
     _fields_ = [
         ("qkv", c_void_p),
         ("cos_sin", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
         ("qkv_stride", c_int64),
+        ("query_norm_size", c_int32),
+        ("key_norm_size", c_int32),
+        ("epsilon", c_float),
         ("half", c_int32),
         ("num_heads", c_int32),
         ("kv_group", c_int32),
@@ -132,6 +143,70 @@ class SelectRows(ctypes.Structure):
     _fields_ = [("x", c_void_p), ("out", c_void_p), ("width", c_int32)]
 
 
+class SoftCap(ctypes.Structure):
+    """`TeSoftCap`."""
+
+    _fields_ = [("x", c_void_p), ("width", c_int32), ("cap", c_float)]
+
+
+class ChooseExperts(ctypes.Structure):
+    """`TeChooseExperts`."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("chosen", c_void_p),
+        ("weights", c_void_p),
+        ("num_experts", c_int32),
+        ("num_chosen", c_int32),
+        ("is_normalized", c_int32),
+    ]
+
+
+class GroupByExpert(ctypes.Structure):
+    """`TeGroupByExpert`."""
+
+    _fields_ = [
+        ("chosen", c_void_p),
+        ("starts", c_void_p),
+        ("rows", c_void_p),
+        ("places", c_void_p),
+        ("num_experts", c_int32),
+        ("num_chosen", c_int32),
+    ]
+
+
+class GatherRows(ctypes.Structure):
+    """`TeGatherRows`."""
+
+    _fields_ = [("x", c_void_p), ("rows", c_void_p), ("out", c_void_p), ("row_bytes", c_int64)]
+
+
+class ExpertLinear(ctypes.Structure):
+    """`TeExpertLinear`."""
+
+    _fields_ = [
+        ("tiles", c_void_p),
+        ("starts", c_void_p),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("num_experts", c_int32),
+    ]
+
+
+class MixExperts(ctypes.Structure):
+    """`TeMixExperts`."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("places", c_void_p),
+        ("weights", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int32),
+        ("num_chosen", c_int32),
+    ]
+
+
 class _Body(ctypes.Union):
     _fields_ = [
         ("embedding", Embedding),
@@ -144,6 +219,12 @@ class _Body(ctypes.Union):
         ("attention", Attention),
         ("gated", Gated),
         ("select", SelectRows),
+        ("soft_cap", SoftCap),
+        ("choose", ChooseExperts),
+        ("group", GroupByExpert),
+        ("gather", GatherRows),
+        ("expert_linear", ExpertLinear),
+        ("mix", MixExperts),
     ]
 
 
@@ -151,7 +232,7 @@ class Op(ctypes.Structure):
     """`TeOp`."""
 
     _anonymous_ = ("body",)
-    _fields_ = [("kind", c_int32), ("is_for_logits", c_int32), ("body", _Body)]
+    _fields_ = [("kind", c_int32), ("is_for_logits", c_int32), ("rows_per_token", c_int32), ("body", _Body)]
 
     def parameters(self) -> ctypes.Structure:
         """The member of the union that the kind uses."""
@@ -170,6 +251,12 @@ _MEMBERS = {
     OpKind.ATTENTION_MERGE: "attention",
     OpKind.GATED: "gated",
     OpKind.SELECT_ROWS: "select",
+    OpKind.SOFT_CAP: "soft_cap",
+    OpKind.CHOOSE_EXPERTS: "choose",
+    OpKind.GROUP_BY_EXPERT: "group",
+    OpKind.GATHER_ROWS: "gather",
+    OpKind.EXPERT_LINEAR: "expert_linear",
+    OpKind.MIX_EXPERTS: "mix",
 }
 
 

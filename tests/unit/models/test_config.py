@@ -19,6 +19,7 @@ from trioengine.models.config import (
     KVGroup,
     LinearRopeScaling,
     Llama3RopeScaling,
+    Rope,
     config_from_folder,
     config_from_gguf,
 )
@@ -114,7 +115,7 @@ def test_biases_are_qwen2s_and_where_the_files_have_them(tmp_path: Path) -> None
 )
 def test_rope_is_read_from_old_and_new_keys(tmp_path: Path, changes, theta, scaling) -> None:
     config = from_folder(tmp_path, changes)
-    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+    assert config.layer_ropes == (Rope(theta, scaling),) * 2
 
 
 def test_a_window_is_read_where_the_architecture_uses_it(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_layers_of_one_window_are_a_group(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "'dynamic' is not supported"),
         ({"rope_scaling": [1]}, "rope_scaling is not an object"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}, "sliding_window"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}, "max_window_layers"),
@@ -191,13 +192,14 @@ def test_wrong_facts_of_a_folder_are_named(tmp_path: Path, changes, message) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "'mamba' is not supported; supported are llama, qwen2"),
+        ({"general.architecture": "mamba"}, "'mamba' is not supported; supported are llama, qwen2, qwen3"),
         ({"general.architecture": 7}, "general.architecture is not a string"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.attention.head_count_kv": (2, 2)}, "head_count_kv must be an integer"),
-        ({"llama.expert_count": 8}, "mixtures of experts"),
-        ({"llama.rope.dimension_count": 4}, "rope.dimension_count differs"),
-        ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
+        ({"llama.expert_count": 8}, r"llama\.expert_used_count is missing"),
+        ({"llama.rope.dimension_count": 9}, "rope cannot rotate|odd"),
+        ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.factor is missing"),
+        ({"llama.rope.scaling.type": "dynamic"}, "'dynamic' is not supported"),
         ({"tokenizer.ggml.eos_token_id": 100}, "end token 100"),
     ],
 )
@@ -264,6 +266,6 @@ def test_a_file_that_the_gguf_package_wrote_is_read(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     config = config_from_gguf(open_gguf(path))
-    assert (config.architecture, config.rope_theta, {*config.layer_windows}) == (Architecture.QWEN2, 1e6, {32})
-    assert config.rope_scaling == LinearRopeScaling(4.0)
+    assert (config.architecture, {*config.layer_windows}) == (Architecture.QWEN2, {32})
+    assert {*config.layer_ropes} == {Rope(1e6, LinearRopeScaling(4.0))}
     assert config.rms_norm_epsilon == pytest.approx(1e-5)

@@ -14,7 +14,7 @@ from trioengine.checkpoint.gguf import GGMLType, GGUFFile, GGUFTensor  # noqa: E
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.errors import CheckpointError  # noqa: E402
 from trioengine.models import loader  # noqa: E402
-from trioengine.models.config import Architecture, Llama3RopeScaling  # noqa: E402
+from trioengine.models.config import Architecture, Llama3RopeScaling, Rope, RopeFactors  # noqa: E402
 from trioengine.models.decoder import Decoder, DecoderWeights  # noqa: E402
 from trioengine.models.loader import LoadedModel, ReportFraction, open_checkpoint  # noqa: E402
 from trioengine.models.rope import inverse_frequencies  # noqa: E402
@@ -27,12 +27,16 @@ def load_model(location: ModelLocation, report: ReportFraction | None = None) ->
 
 
 def assert_same_weights(found: DecoderWeights, expected: DecoderWeights) -> None:
-    for name in ("embedding", "final_norm", "head", "inverse_frequencies"):
+    for name in ("embedding", "final_norm", "head"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    for rotation, expected_rotation in zip(found.rotations, expected.rotations, strict=True):
+        assert torch.equal(rotation.inverse_frequencies, expected_rotation.inverse_frequencies)
     assert len(found.layers) == len(expected.layers)
     for layer, expected_layer in zip(found.layers, expected.layers, strict=True):
         for field in attrs.fields(type(layer)):
             tensor, expected_tensor = getattr(layer, field.name), getattr(expected_layer, field.name)
+            if field.name == "mlp":
+                tensor, expected_tensor = (torch.cat((mlp.gate_up, mlp.down.T)) for mlp in (tensor, expected_tensor))
             assert (tensor is None) == (expected_tensor is None), field.name
             assert tensor is None or torch.equal(tensor, expected_tensor), field.name
 
@@ -94,9 +98,7 @@ def test_halves_are_widened_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_rope_factors_of_a_gguf_file_are_llama3s_scaling() -> None:
     """The converter's factors, by its own formula, give the frequencies that the configuration's numbers give."""
-    scaling = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
-    config = attrs.evolve(tiny_model().config, head_dim=16, rope_theta=500.0)
-    plain = inverse_frequencies(config)
+    plain = inverse_frequencies(Rope(500.0), 16, 512)
     factors = []
     for frequency in plain.tolist():
         wavelength = 2 * np.pi / frequency
@@ -110,8 +112,9 @@ def test_rope_factors_of_a_gguf_file_are_llama3s_scaling() -> None:
     assert 1.0 in factors
     assert 8.0 in factors
     assert len(set(factors)) > 2
-    expected = inverse_frequencies(attrs.evolve(config, rope_scaling=scaling))
-    assert np.allclose(plain / np.array(factors), expected, rtol=1e-6)
+    by_numbers = inverse_frequencies(Rope(500.0, Llama3RopeScaling(8.0, 1.0, 4.0, 64)), 16, 512)
+    by_factors = inverse_frequencies(Rope(500.0, RopeFactors(tuple(factors))), 16, 512)
+    assert np.allclose(by_factors, by_numbers, rtol=1e-6)
 
 
 def changed_gguf(tmp_path: Path, change) -> GGUFFile:
@@ -136,7 +139,10 @@ def floats(name: str, *shape: int) -> GGUFTensor:
             r"'blk\.0\.attn_k\.weight' has the shape \[8, 48\], but the configuration needs \[16, 48\]",
         ),
         (lambda t: t.update({"blk.0.attn_q_norm.weight": floats("x", 8)}), "1 tensors are not known.*attn_q_norm"),
-        (lambda t: t.update({"rope_freqs.weight": floats("rope_freqs.weight", 3)}), "rope_freqs"),
+        (
+            lambda t: t.update({"rope_freqs.weight": floats("rope_freqs.weight", 3)}),
+            "3 rope factors are not those of 4",
+        ),
     ],
 )
 def test_a_wrong_tensor_is_named(tmp_path: Path, monkeypatch, change, message) -> None:
@@ -153,8 +159,8 @@ def test_rope_factors_divide_the_frequencies(tmp_path: Path, monkeypatch) -> Non
     file = changed_gguf(tmp_path, lambda t: t.update({"rope_freqs.weight": factors}))
     monkeypatch.setattr(loader, "open_gguf", lambda path: file)
     weights = load_model(ModelLocation(ModelKind.GGUF, file.path, "tiny")).decoder.weights
-    expected = inverse_frequencies(tiny_model().config) / np.array([1.0, 2.0, 4.0, 8.0], np.float32)
-    assert np.array_equal(weights.inverse_frequencies, expected)
+    expected = inverse_frequencies(Rope(), 8, 512) / np.array([1.0, 2.0, 4.0, 8.0], np.float32)
+    assert all(np.array_equal(rotation.inverse_frequencies, expected) for rotation in weights.rotations)
 
 
 def test_a_folders_wrong_tensors_are_named(tmp_path: Path) -> None:
@@ -194,6 +200,6 @@ def test_quantized_weights_are_dequantized(tmp_path: Path) -> None:
     name = "token_embd.weight"
     tensor = GGUFTensor(name, GGMLType.Q8_0, (211, 64), packed.reshape(-1))
     file = changed_gguf(tmp_path, lambda tensors: tensors.update({name: tensor}))
-    source = loader._gguf_source(file)
+    source = loader._gguf_source(file, tiny_model().config)
     expected = gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
     assert np.array_equal(source.matrix(name, (211, 64)).floats(), expected)

@@ -15,7 +15,7 @@ from trioengine_kernels.native.tiles import TileKind  # noqa: E402
 from trioengine.checkpoint.gguf import GGMLType  # noqa: E402
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import Quantization  # noqa: E402
-from trioengine.models.config import Architecture, ModelConfig  # noqa: E402
+from trioengine.models.config import Architecture, ModelConfig, Rope  # noqa: E402
 from trioengine.models.loader import StoredMatrix, open_checkpoint  # noqa: E402
 from trioengine.models.native_ops import NativeModel, NativeWeights, load_native_model  # noqa: E402
 from trioengine.models.torch_ops import (  # noqa: E402
@@ -23,7 +23,7 @@ from trioengine.models.torch_ops import (  # noqa: E402
     TorchOps,
     load_torch_model,
 )
-from trioengine.testing.logits import native_logits, torch_logits  # noqa: E402
+from trioengine.testing.logits import HalfCacheOps, native_logits, torch_logits  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import Encode, random_model, tiny_config, write_gguf  # noqa: E402
 
@@ -32,9 +32,11 @@ CONFIGS = {
     "llama": TINY,
     "tied": attrs.evolve(TINY, has_tied_embeddings=True),
     "biased": attrs.evolve(TINY, has_qkv_bias=True, has_output_bias=True),
-    "qwen2": attrs.evolve(TINY, architecture=Architecture.QWEN2, has_qkv_bias=True, rope_theta=1e6),
+    "qwen2": attrs.evolve(TINY, architecture=Architecture.QWEN2, has_qkv_bias=True, layer_ropes=(Rope(1e6),) * 2),
     "window": attrs.evolve(TINY, layer_windows=(7, 7)),
-    "windows in some layers": attrs.evolve(TINY, num_layers=4, layer_windows=(None, 7, 20, 7)),
+    "windows in some layers": attrs.evolve(
+        TINY, num_layers=4, layer_windows=(None, 7, 20, 7), layer_ropes=(Rope(),) * 4
+    ),
     "no groups": attrs.evolve(TINY, num_kv_heads=6),
     "large heads": attrs.evolve(TINY, num_heads=3, num_kv_heads=1, head_dim=80, hidden_size=96, vocab_size=130),
 }
@@ -43,17 +45,6 @@ WIDE = attrs.evolve(TINY, hidden_size=256, intermediate_size=512, num_heads=4, n
 
 def tokens_of(config: ModelConfig, length: int) -> list[int]:
     return [(place * 29 + place * place * 5 + 3) % config.vocab_size for place in range(length)]
-
-
-class HalfCacheOps(TorchOps):
-    """Keys and values are rounded to halves, as the native cache holds them."""
-
-    def rope_write_kv(self, qkv, inverse_frequencies, shape):
-        query = super().rope_write_kv(qkv, inverse_frequencies, shape)
-        cache = self._kv_cache[shape.kv_group][shape.kv_layer]
-        cache.keys.copy_(cache.keys.half())
-        cache.values.copy_(cache.values.half())
-        return query
 
 
 class QuantizedOps(HalfCacheOps):
@@ -168,7 +159,7 @@ def test_parts_of_different_types_stand_side_by_side(tmp_path: Path) -> None:
     native, reference = load_both(tmp_path, encode, attrs.evolve(WIDE, has_tied_embeddings=True))
     layer = native.decoder.weights.layers[0]
     assert [(tiles.kind, tiles.rows) for tiles in layer.qkv] == [(TileKind.INT4, 384), (TileKind.INT8, 128)]
-    assert [(tiles.kind, tiles.rows) for tiles in layer.gate_up] == [(TileKind.INT4, 512), (TileKind.INT8, 512)]
+    assert [(tiles.kind, tiles.rows) for tiles in layer.mlp.gate_up] == [(TileKind.INT4, 512), (TileKind.INT8, 512)]
     assert difference(native, reference, QuantizedOps) < 0.08
 
 
@@ -178,7 +169,7 @@ def test_floats_are_quantized_when_asked(tmp_path: Path, quantization: Quantizat
     native, reference = load_both(tmp_path, None, WIDE, quantization)
     assert 1e-4 < difference(native, reference, HalfCacheOps) < tolerance
     kind = TileKind[quantization.name]
-    assert {tiles.kind for tiles in native.decoder.weights.layers[0].down} == {kind}
+    assert {tiles.kind for tiles in native.decoder.weights.layers[0].mlp.down} == {kind}
     assert {tiles.kind for tiles in native.decoder.weights.embedding} == {kind}
 
 

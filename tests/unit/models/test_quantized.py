@@ -236,7 +236,9 @@ def load_native(location: ModelLocation, quantization: Quantization | None = Non
 
 
 def layer_matrices(weights: DecoderWeights) -> list[Any]:
-    return [getattr(layer, name) for layer in weights.layers for name in ("qkv", "output", "gate_up", "down")]
+    return [
+        matrix for layer in weights.layers for matrix in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS)

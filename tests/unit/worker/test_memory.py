@@ -92,7 +92,7 @@ def resident_bytes() -> int:
 def test_level_2_gives_the_weights_memory_back_and_wakes_up_with_the_same(
     large_location: ModelLocation, computer: Computer
 ) -> None:
-    num_bytes = LARGE.num_parameters * 4
+    num_bytes = LARGE.num_active_parameters * 4
     executor = load_executor(open_checkpoint(large_location), CONFIG, computer)
     expected = generate(executor)
     awake = resident_bytes()

@@ -103,7 +103,7 @@ static int32_t divide_up(int64_t a, int64_t b)
 
 static int32_t rows_of(const TeProgram *program, const TeOp *op)
 {
-    return op->is_for_logits ? program->step.num_logit_rows : program->step.num_tokens;
+    return op->rows_per_token * (op->is_for_logits ? program->step.num_logit_rows : program->step.num_tokens);
 }
 
 static int32_t strips_of(const TeTiles *tiles)
@@ -133,6 +133,15 @@ static int32_t tokens_per_chunk(const TeProgram *program, int32_t rows)
     return program->num_threads == 1 ? rows : TE_MAX(1, TE_MIN(16, rows / (4 * program->num_threads)));
 }
 
+/* How many strips of an expert's matrix are one chunk: how many rows it gets is not known yet. */
+static int32_t expert_strips(const TeProgram *program, const TeTiles *tiles)
+{
+    const int32_t strips = strips_of(tiles);
+    const int64_t work = (int64_t)tiles->rows * tiles->columns;
+    const int32_t chunks = program->num_threads == 1 ? 1 : (int32_t)TE_MIN(4, work / MIN_WORK_PER_CHUNK + 1);
+    return divide_up(divide_up(strips, chunks), TE_PANEL_STRIPS) * TE_PANEL_STRIPS;
+}
+
 static int32_t num_chunks(const TeProgram *program, const TeOp *op)
 {
     const int32_t rows = rows_of(program, op);
@@ -152,6 +161,12 @@ static int32_t num_chunks(const TeProgram *program, const TeOp *op)
                program->step.caches[op->attention.kv_group].num_kv_heads;
     case TE_OP_ATTENTION_MERGE:
         return program->plans[op->attention.kv_group].num_merges;
+    case TE_OP_GROUP_BY_EXPERT:
+        return 1;
+    case TE_OP_EXPERT_LINEAR: {
+        const TeTiles *tiles = op->expert_linear.tiles;
+        return op->expert_linear.num_experts * divide_up(strips_of(tiles), expert_strips(program, tiles));
+    }
     default:
         return divide_up(rows, tokens_per_chunk(program, rows));
     }
@@ -165,6 +180,77 @@ static void run_linear(const TeProgram *program, const TeOp *op, int32_t rows, i
     const int32_t strip = chunk % strip_chunks * block.strips, token = chunk / strip_chunks * block.tokens;
     te_kernels()->linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip,
                          TE_MIN(strip + block.strips, strips), token, TE_MIN(token + block.tokens, rows));
+}
+
+static void run_expert_linear(const TeProgram *program, const TeOp *op, int32_t chunk)
+{
+    const TeExpertLinear *linear = &op->expert_linear;
+    const int32_t strips = strips_of(linear->tiles), per_chunk = expert_strips(program, linear->tiles);
+    const int32_t chunks = divide_up(strips, per_chunk), expert = chunk / chunks, strip = chunk % chunks * per_chunk;
+    const int32_t first = linear->starts[expert], end = linear->starts[expert + 1];
+    if (first < end)
+        te_kernels()->linear(&linear->tiles[expert], linear->x, NULL, linear->out, linear->out_stride, strip,
+                             TE_MIN(strip + per_chunk, strips), first, end);
+}
+
+/* The experts of one token with the largest logits; of equal ones those with lower numbers. Softmax over all. */
+static void choose_experts(const TeChooseExperts *choose, int64_t row)
+{
+    const float *logits = choose->logits + row * choose->num_experts;
+    int32_t *chosen = choose->chosen + row * choose->num_chosen;
+    float *weights = choose->weights + row * choose->num_chosen;
+    for (int32_t i = 0; i < choose->num_chosen; i++) {
+        int32_t best = -1;
+        for (int32_t expert = 0; expert < choose->num_experts; expert++) {
+            int is_free = 1;
+            for (int32_t j = 0; j < i; j++)
+                is_free &= chosen[j] != expert;
+            /* A NaN is no larger than anything: the first free one is taken then, and the weights are NaN. */
+            if (is_free && (best < 0 || logits[expert] > logits[best]))
+                best = expert;
+        }
+        chosen[i] = best;
+    }
+    float sum = 0.0f, max = logits[chosen[0]];
+    for (int32_t expert = 0; expert < choose->num_experts && !choose->is_normalized; expert++)
+        sum += expf(logits[expert] - max);
+    for (int32_t i = 0; i < choose->num_chosen; i++) {
+        weights[i] = expf(logits[chosen[i]] - max);
+        if (choose->is_normalized)
+            sum += weights[i];
+    }
+    for (int32_t i = 0; i < choose->num_chosen; i++)
+        weights[i] /= sum;
+}
+
+static void group_by_expert(const TeGroupByExpert *group, int32_t num_tokens)
+{
+    const int32_t num_pairs = num_tokens * group->num_chosen;
+    memset(group->starts, 0, (size_t)(group->num_experts + 1) * sizeof(int32_t));
+    for (int32_t pair = 0; pair < num_pairs; pair++)
+        group->starts[group->chosen[pair] + 1]++;
+    for (int32_t expert = 0; expert < group->num_experts; expert++)
+        group->starts[expert + 1] += group->starts[expert];
+    for (int32_t pair = 0; pair < num_pairs; pair++) {
+        /* Each start moves to its expert's end, which is where the next one's was... */
+        int32_t place = group->starts[group->chosen[pair]]++;
+        group->rows[place] = pair / group->num_chosen;
+        group->places[pair] = place;
+    }
+    /* ...and back. */
+    memmove(group->starts + 1, group->starts, (size_t)group->num_experts * sizeof(int32_t));
+    group->starts[0] = 0;
+}
+
+static void mix_experts(const TeMixExperts *mix, int64_t row)
+{
+    float *out = mix->out + row * mix->width;
+    for (int32_t i = 0; i < mix->num_chosen; i++) {
+        const int64_t pair = row * mix->num_chosen + i;
+        const float *x = mix->x + (int64_t)mix->places[pair] * mix->width, weight = mix->weights[pair];
+        for (int32_t column = 0; column < mix->width; column++)
+            out[column] = i ? out[column] + weight * x[column] : weight * x[column];
+    }
 }
 
 static void run_gated(const TeProgram *program, const TeOp *op, int32_t rows, int32_t chunk)
@@ -194,9 +280,28 @@ static void rope_table_row(const TeRopeTable *table, int32_t position, float *ou
 {
     for (int32_t i = 0; i < table->half; i++) {
         float angle = (float)position * table->inverse_frequencies[i];
-        out[i] = (float)cos((double)angle);
-        out[table->half + i] = (float)sin((double)angle);
+        out[i] = (float)cos((double)angle) * table->factor;
+        out[table->half + i] = (float)sin((double)angle) * table->factor;
     }
+}
+
+static void norm_heads(float *x, int32_t width, const float *weight, int32_t size, float epsilon)
+{
+    for (int32_t first = 0; first < width; first += size)
+        te_kernels()->rms_norm(x + first, NULL, weight, epsilon, size, x + first, NULL);
+}
+
+static void rope_write_row(const TeRopeWrite *rope, const TeStep *step, int64_t row)
+{
+    const TeCache *cache = &step->caches[rope->kv_group];
+    float *qkv = rope->qkv + row * rope->qkv_stride;
+    if (rope->query_norm) {
+        const int32_t query_width = rope->num_heads * cache->head_dim, key_width = cache->num_kv_heads * cache->head_dim;
+        norm_heads(qkv, query_width, rope->query_norm, rope->query_norm_size, rope->epsilon);
+        norm_heads(qkv + query_width, key_width, rope->key_norm, rope->key_norm_size, rope->epsilon);
+    }
+    te_kernels()->rope_write(qkv, rope->cos_sin + row * 2 * rope->half, rope->half, rope->num_heads, cache, rope->layer,
+                             step->slots[(int64_t)rope->kv_group * step->num_tokens + row]);
 }
 
 static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
@@ -204,10 +309,14 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
     const TeKernels *kernels = te_kernels();
     const TeStep *step = &program->step;
     switch (op->kind) {
-    case TE_OP_EMBEDDING:
-        kernels->embedding(&op->embedding.tiles, step->token_ids[row],
-                           op->embedding.out + row * op->embedding.tiles.columns);
+    case TE_OP_EMBEDDING: {
+        const int32_t width = op->embedding.tiles.columns;
+        float *out = op->embedding.out + row * width;
+        kernels->embedding(&op->embedding.tiles, step->token_ids[row], out);
+        for (int32_t i = 0; i < width && op->embedding.multiplier != 1.0f; i++)
+            out[i] *= op->embedding.multiplier;
         break;
+    }
     case TE_OP_RMS_NORM: {
         const TeNorm *norm = &op->norm;
         kernels->rms_norm(norm->x + row * norm->width, norm->residual ? norm->residual + row * norm->width : NULL,
@@ -225,17 +334,26 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
     case TE_OP_ROPE_TABLE:
         rope_table_row(&op->rope_table, step->positions[row], op->rope_table.out + row * 2 * op->rope_table.half);
         break;
-    case TE_OP_ROPE_WRITE: {
-        const TeRopeWrite *rope = &op->rope_write;
-        kernels->rope_write(rope->qkv + row * rope->qkv_stride, rope->cos_sin + row * 2 * rope->half, rope->half,
-                            rope->num_heads, &step->caches[rope->kv_group], rope->layer,
-                            step->slots[(int64_t)rope->kv_group * step->num_tokens + row]);
+    case TE_OP_ROPE_WRITE:
+        rope_write_row(&op->rope_write, step, row);
         break;
-    }
     case TE_OP_SELECT_ROWS:
         memcpy(op->select.out + row * op->select.width,
                op->select.x + (int64_t)step->logit_rows[row] * op->select.width,
                (size_t)op->select.width * sizeof(float));
+        break;
+    case TE_OP_SOFT_CAP:
+        kernels->soft_cap(op->soft_cap.x + row * op->soft_cap.width, op->soft_cap.width, op->soft_cap.cap);
+        break;
+    case TE_OP_CHOOSE_EXPERTS:
+        choose_experts(&op->choose, row);
+        break;
+    case TE_OP_GATHER_ROWS:
+        memcpy(op->gather.out + row * op->gather.row_bytes,
+               op->gather.x + (int64_t)op->gather.rows[row] * op->gather.row_bytes, (size_t)op->gather.row_bytes);
+        break;
+    case TE_OP_MIX_EXPERTS:
+        mix_experts(&op->mix, row);
         break;
     default:
         abort();
@@ -253,6 +371,12 @@ static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t threa
         break;
     case TE_OP_GATED:
         run_gated(program, op, rows, chunk);
+        break;
+    case TE_OP_EXPERT_LINEAR:
+        run_expert_linear(program, op, chunk);
+        break;
+    case TE_OP_GROUP_BY_EXPERT:
+        group_by_expert(&op->group, rows);
         break;
     case TE_OP_ATTENTION: {
         /* Tasks with the most keys first: the last ones to finish are short. */

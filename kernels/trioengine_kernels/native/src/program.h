@@ -15,12 +15,19 @@ typedef enum {
     TE_OP_ATTENTION = 7,
     TE_OP_ATTENTION_MERGE = 8,
     TE_OP_GATED = 9,
-    TE_OP_SELECT_ROWS = 10
+    TE_OP_SELECT_ROWS = 10,
+    TE_OP_SOFT_CAP = 11,
+    TE_OP_CHOOSE_EXPERTS = 12,
+    TE_OP_GROUP_BY_EXPERT = 13,
+    TE_OP_GATHER_ROWS = 14,
+    TE_OP_EXPERT_LINEAR = 15,
+    TE_OP_MIX_EXPERTS = 16
 } TeOpKind;
 
 typedef struct {
     TeTiles tiles;
     float *out; /* [tokens, columns] */
+    float multiplier;
 } TeEmbedding;
 
 typedef struct {
@@ -57,12 +64,18 @@ typedef struct {
     const float *inverse_frequencies;
     float *out; /* [tokens, 2 * half] */
     int32_t half;
+    float factor; /* multiplies cosines and sines */
 } TeRopeTable;
 
 typedef struct {
     float *qkv;
     const float *cos_sin;
+    const float *query_norm; /* null: queries and keys stay as they are */
+    const float *key_norm;
     int64_t qkv_stride;
+    int32_t query_norm_size; /* of one head or of all */
+    int32_t key_norm_size;
+    float epsilon;
     int32_t half;
     int32_t num_heads;
     int32_t kv_group;
@@ -84,8 +97,60 @@ typedef struct {
 } TeSelectRows;
 
 typedef struct {
+    float *x; /* changed in place */
+    int32_t width;
+    float cap;
+} TeSoftCap;
+
+/* ---- mixtures of experts: rows of tokens are put beside each other by the experts that they go through ---- */
+
+typedef struct {
+    const float *logits; /* [tokens, experts] */
+    int32_t *chosen;     /* [tokens, num_chosen], by falling weight */
+    float *weights;      /* [tokens, num_chosen] */
+    int32_t num_experts;
+    int32_t num_chosen; /* for each token */
+    int32_t is_normalized;
+} TeChooseExperts;
+
+typedef struct {
+    const int32_t *chosen; /* [tokens, num_chosen] */
+    int32_t *starts;       /* [experts + 1]: an expert's rows begin here */
+    int32_t *rows;         /* [tokens * num_chosen]: which token each is of */
+    int32_t *places;       /* [tokens, num_chosen]: where among them each choice is */
+    int32_t num_experts;
+    int32_t num_chosen;
+} TeGroupByExpert;
+
+typedef struct {
+    const uint8_t *x;
+    const int32_t *rows; /* [out's rows] */
+    uint8_t *out;
+    int64_t row_bytes;
+} TeGatherRows;
+
+typedef struct {
+    const TeTiles *tiles; /* [experts], all of one shape */
+    const int32_t *starts;
+    const void *x; /* TeGroup rows for quantized tiles, else float rows */
+    float *out;
+    int64_t out_stride;
+    int32_t num_experts;
+} TeExpertLinear;
+
+typedef struct {
+    const float *x;        /* [tokens * num_chosen, width] */
+    const int32_t *places; /* [tokens, num_chosen] */
+    const float *weights;  /* [tokens, num_chosen] */
+    float *out;            /* [tokens, width] */
+    int32_t width;
+    int32_t num_chosen;
+} TeMixExperts;
+
+typedef struct {
     int32_t kind;
-    int32_t is_for_logits; /* its rows are the step's logit rows, else its tokens */
+    int32_t is_for_logits;  /* its rows are the step's logit rows, else its tokens... */
+    int32_t rows_per_token; /* ...each so many times */
     union {
         TeEmbedding embedding;
         TeNorm norm;
@@ -97,6 +162,12 @@ typedef struct {
         TeAttention attention;
         TeGated gated;
         TeSelectRows select;
+        TeSoftCap soft_cap;
+        TeChooseExperts choose;
+        TeGroupByExpert group;
+        TeGatherRows gather;
+        TeExpertLinear expert_linear;
+        TeMixExperts mix;
     };
 } TeOp;
 

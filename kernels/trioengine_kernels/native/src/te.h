@@ -145,6 +145,8 @@ typedef struct {
     void (*rms_norm)(const float *x, float *residual, const float *weight, float epsilon, int32_t width, float *out,
                      TeGroup *groups);
     void (*add)(const float *x, float *residual, int32_t width);
+    /* x = cap * tanh(x / cap) */
+    void (*soft_cap)(float *x, int32_t width, float cap);
     /* Columns [first, end), multiples of 32 or the width. */
     void (*gated)(const float *gate_up, int32_t width, int32_t activation, int32_t first, int32_t end, float *out,
                   TeGroup *groups);

@@ -106,6 +106,20 @@ static void add(const float *x, float *residual, int32_t width)
         residual[i] += x[i];
 }
 
+static void soft_cap(float *x, int32_t width, float cap)
+{
+    const vf caps = vf_set(cap);
+    int32_t i = 0;
+    for (; i + 8 <= width; i += 8)
+        vf_store(x + i, caps * vf_tanh(vf_load(x + i) / caps));
+    if (i < width) {
+        float rest[8] = {0};
+        memcpy(rest, x + i, (size_t)(width - i) * sizeof(float));
+        vf_store(rest, caps * vf_tanh(vf_load(rest) / caps));
+        memcpy(x + i, rest, (size_t)(width - i) * sizeof(float));
+    }
+}
+
 TE_INLINE vf activated(vf gate, int32_t activation)
 {
     if (activation == TE_SILU)
