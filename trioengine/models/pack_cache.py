@@ -3,7 +3,7 @@
 
 Only matrices that take much longer to pack than to read are kept: floats that are quantized when they are loaded,
 packed formats of safetensors, GGUF types that the kernels do not know. The others are rearranged about as fast as they
-could be read (docs/benchmarks.md), and take no place on the disk.
+could be read, and take no place on the disk.
 
 One file holds the matrices of one checkpoint in the order in which the loader asks for them. Its name is made of all
 that they depend on: files (path, size, time of change, inode), what floats become, and the code that packs. They are
