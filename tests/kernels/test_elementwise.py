@@ -1,12 +1,14 @@
-"""RMS norm, rope, the gated activation and the KV write against their formulas in float64."""
+"""RMS norm, rope, gated activations, the soft cap and the KV write against their formulas in float64."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from trioengine_kernels.gelu_tanh_and_mul import gelu_tanh_and_mul  # noqa: E402
 from trioengine_kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
 from trioengine_kernels.rope import rope  # noqa: E402
 from trioengine_kernels.silu_and_mul import silu_and_mul  # noqa: E402
+from trioengine_kernels.soft_cap import soft_cap  # noqa: E402
 from trioengine_kernels.write_kv import write_kv  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -56,6 +58,25 @@ def test_silu_and_mul_gates_the_second_half_by_the_first(size: int) -> None:
     x = torch.randn(7, 2 * size) * 5
     gate, up = x.double()[:, :size], x.double()[:, size:]
     assert relative_error(silu_and_mul(x), gate / (1 + (-gate).exp()) * up) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 15, 1536])
+def test_gelu_tanh_and_mul_gates_the_second_half_by_the_first(size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 2 * size) * 5
+    gate, up = x.double()[:, :size], x.double()[:, size:]
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    assert relative_error(gelu_tanh_and_mul(x), 0.5 * gate * (1 + inner.tanh()) * up) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_soft_cap_keeps_small_numbers_and_bounds_large_ones(dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(7, 33) * 40).to(dtype)
+    out = soft_cap(x, 30.0)
+    assert out.dtype is dtype
+    assert relative_error(out, 30 * torch.tanh(x.double() / 30)) < TOLERANCE[dtype]
+    assert torch.equal(soft_cap(torch.tensor([torch.inf, -torch.inf, 0.0]), 30.0), torch.tensor([30.0, -30.0, 0.0]))
 
 
 def test_write_kv_fills_exactly_its_slots() -> None:

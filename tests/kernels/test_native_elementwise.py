@@ -119,3 +119,77 @@ def test_a_result_can_be_read_quantized_and_as_floats(library, pool, isa):
 
     error = np.abs(run(library, pool, x, record) - 2 * norm(x, weight)).max()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("width", [1, 8, 100])
+def test_a_soft_cap_is_in_place(library, pool, isa, width):
+    x = random(5, width) * 40
+    x[0, 0], x[1, 0] = 1e30, -1e30
+
+    def record(builder, buffer):
+        builder.soft_cap(buffer, 30.0)
+        return buffer
+
+    assert np.allclose(run(library, pool, x, record), 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6, atol=1e-5)
+    with pytest.raises(ValueError, match="positive"):
+        run(library, pool, x, lambda builder, buffer: builder.soft_cap(buffer, 0.0))
+
+
+def test_embeddings_are_multiplied(library, pool, isa):
+    x = random(5, 40)
+    builder = ProgramBuilder(library, max_tokens=5, max_logit_rows=5, num_kv_heads=1, head_dim=16, vocab_size=5)
+    program = builder.build(builder.select_rows(builder.embedding(pack_float(library, x, TileKind.F32), 3.7)))
+    tokens = np.arange(5, dtype=np.int32)
+    step = StepArrays(tokens, tokens, tokens[None], np.array([0, 5], np.int32), np.array([5], np.int32),
+                      np.zeros((1, 1, 1), np.int32), tokens)  # fmt: skip
+    cache = KVCache(num_blocks=1, block_size=16, num_layers=1, num_kv_heads=1, head_dim=16)
+    assert np.array_equal(program.run(step, [cache], pool), x * np.float32(3.7))
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["of each head", "of all heads"])
+@pytest.mark.parametrize("factor", [None, 1.0, 1.3])
+def test_queries_and_keys_are_normalized_before_they_are_rotated(library, pool, isa, is_full, factor):
+    """Of 24 elements of a head, 16 are rotated, and multiplied by a factor."""
+    rows, heads, kv_heads, dim = 19, 6, 2, 24
+    x = random(rows, (heads + 2 * kv_heads) * dim) * 3
+    sizes = (heads * dim, kv_heads * dim) if is_full else (dim, dim)
+    norms = tuple(random(size, seed=3 + i) + 1 for i, size in enumerate(sizes))
+    frequencies = None if factor is None else (100.0 ** -(np.arange(8) / 8)).astype(np.float32)
+    builder = ProgramBuilder(
+        library, max_tokens=rows, max_logit_rows=rows, num_kv_heads=kv_heads, head_dim=dim, vocab_size=rows
+    )
+    qkv = builder.embedding(pack_float(library, x, TileKind.F32))
+    builder.rope_write_kv(
+        qkv, 0, num_heads=heads, inverse_frequencies=frequencies, attention_factor=factor or 1.0, norms=norms,
+        epsilon=EPSILON,
+    )  # fmt: skip
+    program = builder.build(builder.select_rows(qkv))
+    program.memory[:] = 0xFF
+    tokens = np.arange(rows, dtype=np.int32)
+    step = StepArrays(tokens, tokens, tokens[None], np.array([0, rows], np.int32), np.array([rows], np.int32),
+                      np.arange(2, dtype=np.int32)[None, None], tokens)  # fmt: skip
+    cache = KVCache(num_blocks=2, block_size=16, num_layers=1, num_kv_heads=kv_heads, head_dim=dim)
+    actual = program.run(step, [cache], pool).reshape(rows, -1, dim)
+    split = (0, heads * dim, (heads + kv_heads) * dim)
+    normed = [
+        norm(x[:, first:end].reshape(-1, len(weight)), weight).reshape(rows, -1, dim)
+        for first, end, weight in zip(split, split[1:], norms, strict=False)
+    ]
+    expected = np.concatenate((*normed, x[:, split[2] :].reshape(rows, -1, dim)), axis=1)
+    if frequencies is not None:
+        angles = tokens[:, None, None] * frequencies.astype(np.float64)
+        rotated = expected[:, : heads + kv_heads]
+        pairs = (rotated[..., :8] + 1j * rotated[..., 8:16]) * np.exp(1j * angles) * factor
+        rotated[..., :8], rotated[..., 8:16] = pairs.real, pairs.imag
+    assert np.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    keys = cache.keys(0).transpose(0, 3, 1, 2).reshape(-1, kv_heads, dim)[:rows]
+    assert np.allclose(keys, expected[:, heads : heads + kv_heads], rtol=1e-3, atol=1e-3)
+
+
+def test_norms_of_another_size_are_refused(library):
+    builder = ProgramBuilder(library, max_tokens=5, max_logit_rows=5, num_kv_heads=1, head_dim=16, vocab_size=5)
+    qkv = builder.embedding(pack_float(library, random(5, 64), TileKind.F32))
+    with pytest.raises(ValueError, match="A norm of 15"):
+        builder.rope_write_kv(
+            qkv, 0, num_heads=2, inverse_frequencies=None, norms=(np.ones(15, np.float32), np.ones(16, np.float32))
+        )
