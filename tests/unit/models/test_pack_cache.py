@@ -113,6 +113,23 @@ def test_the_second_start_packs_nothing(location: ModelLocation, cache: Path, pa
     assert packed_files(cache) == [path]
 
 
+def test_progress_rises_to_one_both_times(location: ModelLocation, cache: Path) -> None:
+    library = native_library()
+    for _ in range(2):
+        fractions: list[float] = []
+        load_native_model(
+            open_checkpoint(location),
+            library,
+            ThreadPool(library, 1),
+            Quantization.INT8,
+            report=fractions.append,
+            cache_folder=cache,
+        )
+        assert fractions == sorted(fractions)
+        assert len(set(fractions)) > 2
+        assert fractions[-1] == 1.0
+
+
 def test_what_is_quickly_packed_takes_no_place(location: ModelLocation, cache: Path) -> None:
     load(location, cache, None)
     assert packed_files(cache) == []
