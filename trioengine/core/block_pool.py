@@ -5,7 +5,7 @@ It knows block ids and hashes only; who holds a block is `kv_cache_manager`'s bu
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 
 class BlockPool:
@@ -103,18 +103,17 @@ class BlockPool:
             self._block_ids[block_hash] = block_id
         return False
 
-    def forget(self, block_hash: bytes) -> Sequence[int]:
-        """Let no block be found by this content any more; the blocks that had it."""
+    def forget(self, block_hash: bytes) -> bool:
+        """Let no block be found by this content any more; False when none was."""
         found = self._block_ids.pop(block_hash, None)
         if found is None:
-            return ()
-        block_ids = (found, *self._copies.pop(block_hash, ()))
-        for block_id in block_ids:
+            return False
+        for block_id in (found, *self._copies.pop(block_hash, ())):
             self._hashes[block_id] = None
         if found in self._kept:
             del self._kept[found]
             self._free.append(found)
-        return block_ids
+        return True
 
     def forget_all(self) -> None:
         """Let nothing be found any more. Kept blocks are then free."""

@@ -41,10 +41,6 @@ class OffloadIndex:
         """Fill a block with content that is pinned."""
         self._loads[block_id] = BlockCopy(self._group, block_id, self._slots[block_hash]), block_hash
 
-    def cancel_load(self, block_id: int) -> None:
-        """Leave a block as it is, for its content is no longer wanted; nothing when it is not to be filled."""
-        self._loads.pop(block_id, None)
-
     def save(self, block_id: int, block_hash: bytes, parent_hash: bytes) -> bytes | None:
         """Keep the content of a block that is evicted; the hash of what is lost for it, if that was the last room.
 
@@ -52,8 +48,7 @@ class OffloadIndex:
         """
         if block_hash in self._slots:
             self._slots.move_to_end(block_hash)
-            # It may have been evicted before it was filled.
-            self.cancel_load(block_id)
+            self._loads.pop(block_id, None)  # Where it is evicted before it was filled.
             return None
         lost = None
         if self._free:

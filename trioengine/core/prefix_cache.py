@@ -125,7 +125,7 @@ class GroupCache:
         to_load = [i for i, block_id in enumerate(need.found, need.num_behind) if block_id is None]
         if self._offload:
             # Before blocks are evicted: what these save must not overwrite it.
-            self._offload.pin(hashes[i + 1] for i in reversed(to_load))
+            self._offload.pin(hashes[i + 1] for i in to_load)
         new = pool.allocate(need.num_new)
         assert new is not None, "less is free than was counted"
         table = [NO_BLOCK] * need.num_behind
@@ -155,13 +155,10 @@ class GroupCache:
 
     def forget(self, block_hash: bytes) -> None:
         """Let this content not be found any more, wherever it is."""
-        block_ids = self.pool.forget(block_hash)
-        was_offloaded = False
-        if self._offload:
-            for block_id in block_ids:
-                self._offload.cancel_load(block_id)
-            was_offloaded = self._offload.forget(block_hash)
-        if block_ids or was_offloaded:
+        was_found = self.pool.forget(block_hash)
+        if self._offload and self._offload.forget(block_hash):
+            was_found = True
+        if was_found:
             self._record_removed(block_hash)
 
     def forget_all(self) -> None:

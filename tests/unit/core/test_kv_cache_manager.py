@@ -552,6 +552,7 @@ def test_who_used_what_was_computed_from_a_failure_and_freed_is_named() -> None:
     kv_cache.free(3)
     # Whoever has got the failed block for something else since is not affected.
     assert kv_cache.admit(5, tokens(C, [5])) == Admission(0, [failed, 4])
+    kv_cache.commit(5, tokens(C, [5]), 4)
     assert admit_in_step(kv_cache, 4, tokens(A, B, [4])) == 8
     assert kv_cache.block_tables(4)[0][0] == kv_cache.block_tables(2)[0][0]
     kv_cache.take_copies()
@@ -661,6 +662,17 @@ def test_what_was_saved_longest_ago_makes_room() -> None:
     assert compute(kv_cache, 7, tokens(A, [1])) == 4
 
 
+def test_the_end_of_a_prefix_is_lost_before_its_beginning() -> None:
+    """In the offload store too, also when it was loaded from there."""
+    kv_cache = make_kv_cache(3, num_offload_blocks=2)
+    compute(kv_cache, 1, tokens(A, B, [1]))
+    compute(kv_cache, 2, tokens(C, C, C))
+    assert compute(kv_cache, 3, tokens(A, B, [3])) == 8
+    compute(kv_cache, 4, tokens(D, D, D))
+    compute(kv_cache, 5, tokens(D, D, D))
+    assert compute(kv_cache, 6, tokens(A, B, [6])) == 4
+
+
 def test_a_block_that_could_not_be_loaded_is_not_found_again() -> None:
     """Nor what was computed from it; who has it is named."""
     kv_cache = make_kv_cache(6, num_offload_blocks=6)
@@ -721,6 +733,20 @@ def test_what_moves_to_the_offload_store_can_still_be_found() -> None:
     assert isinstance(first, BlockStored)
     compute(kv_cache, 3, tokens(C, [1]))
     assert kv_cache.events_after(2).events[0] == BlockRemoved(0, first.block_hash)
+
+
+def test_what_is_still_in_the_cache_is_not_removed_when_the_offload_store_loses_it() -> None:
+    """It was loaded from there before."""
+    kv_cache = make_kv_cache(3, num_offload_blocks=1, record_events=True)
+    compute(kv_cache, 1, tokens(A, [1]))
+    compute(kv_cache, 2, tokens(B, C, [2]))
+    run(kv_cache, 3, tokens(A, [3]))
+    kv_cache.free(3)
+    last = kv_cache.events_after(0).last
+    assert kv_cache.admit(4, tokens(A, D, [4])) is not None
+    kv_cache.take_copies()
+    assert kv_cache.statistics.num_saved_blocks == 2
+    assert kv_cache.events_after(last).last == last
 
 
 def test_events_are_recorded_only_when_asked_for() -> None:

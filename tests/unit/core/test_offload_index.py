@@ -49,6 +49,16 @@ def test_a_pinned_slot_is_kept_for_its_load() -> None:
     index.check_integrity()
 
 
+def test_what_is_not_pinned_makes_room_before_what_is() -> None:
+    """However old that is."""
+    index = OffloadIndex(0, num_slots=2)
+    index.save(7, b"a", ROOT)
+    index.save(8, b"b", ROOT)
+    index.take_copies()
+    index.pin([b"a"])
+    assert index.save(9, b"c", ROOT) == b"b"
+
+
 def test_a_block_that_was_never_filled_has_nothing_to_save() -> None:
     """Its content is where it was, and its load is not done."""
     index = OffloadIndex(0, num_slots=2)

@@ -48,7 +48,8 @@ def test_no_two_salts_and_adapters_share_a_namespace(
         (("", None), (None, "")),
         (("", None), (None, None)),
         (("ab", "c"), ("a", "bc")),
-        (("x+y", None), ("x", "y")),
+        (("-", None), (None, None)),
+        (("x+y", None), ("x", "y-")),
     ],
 )
 def test_an_adapter_named_like_a_salt_is_not_the_salt(
@@ -90,20 +91,22 @@ def test_a_chain_is_extended_from_where_it_ends() -> None:
 @pytest.mark.parametrize(
     ("window", "missing", "num_servable"),
     [
-        (None, 3, 3),  # A whole group needs all.
-        (2, 3, 5),  # The next token, at 10, sees 9 and itself.
-        (4, 3, 3),  # 7 to 9, so blocks 3 and 4; behind three blocks it sees blocks 1 and 2.
-        (2, 4, 4),
-        (100, 0, 0),
+        (None, {3}, 3),  # A whole group needs all.
+        (2, {3}, 5),  # The next token, at 10, sees 9 and itself.
+        (4, {3}, 3),  # 7 to 9, so blocks 3 and 4; behind three blocks it sees blocks 1 and 2.
+        (4, {3, 1}, 1),
+        (2, {4}, 4),
+        (100, {0}, 0),
     ],
 )
 def test_a_windowed_group_serves_a_prefix_without_what_is_behind(
-    window: int | None, missing: int, num_servable: int
+    window: int | None, missing: set[int], num_servable: int
 ) -> None:
-    """Blocks of two tokens, five of them cached but for one."""
+    """Blocks of two tokens, five of them cached but for some."""
     hashes = chain(list(range(10)), 2)
     group = group_with(hashes, window=window)
-    group.forget(hashes[missing + 1])
+    for block in missing:
+        group.forget(hashes[block + 1])
     assert group.num_servable(hashes, 5) == num_servable
 
 
@@ -138,3 +141,16 @@ def test_descendants_are_all_that_a_content_is_part_of() -> None:
     assert descendants(groups, [one[2]]) == {one[2], one[3], other[3], other[4]}
     assert descendants(groups, [other[4]]) == {other[4]}
     assert descendants(groups, []) == set()
+
+
+def test_descendants_may_be_in_the_offload_store() -> None:
+    """Blocks that have been evicted since."""
+    hashes = chain([1, 2, 3, 4], 2)
+    group = GroupCache(0, KVCacheGroup(2), 2, 4, None)
+    table = group.pool.allocate(2)
+    assert table is not None
+    group.commit(table, hashes, 0, 2, array("i", [1, 2, 3, 4]))
+    group.pool.free(reversed(table))
+    assert group.pool.allocate(1) == [table[1]]
+    assert group.pool.find(hashes[2]) is None
+    assert descendants([group], [hashes[1]]) == {hashes[1], hashes[2]}
