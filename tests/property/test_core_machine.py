@@ -356,7 +356,7 @@ class CoreMachine(RuleBasedStateMachine):
         tokens, reason, stop_token_id = self._expected(prompt, request)
         if finished.error is not None:
             assert request.seed >= FAILING_SEED
-            assert len(answer.tokens) <= request.seed - FAILING_SEED
+            assert len(answer.tokens) == request.seed - FAILING_SEED
             assert answer.tokens == tokens[: len(answer.tokens)]
         elif finished.reason is FinishReason.ABORT:
             assert sent.is_aborted

@@ -121,7 +121,10 @@ class StepPlan:
 
 @attrs.frozen
 class SequenceFailure:
-    """One sequence could not be computed. The others of the step are unaffected."""
+    """One sequence could not be computed. The others of the step are unaffected.
+
+    Where it is the place behind accepted drafts that fails, these count, and the sequence fails in the next step.
+    """
 
     sequence_id: int
     message: str

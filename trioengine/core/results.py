@@ -116,23 +116,21 @@ class ResultReader:
         if speculator is not None and request.speculation is not None and index in step.proposed:
             speculator.observe(request.speculation, len(drafts), num_accepted)
         if grammar is not None:
-            if grammar.error is None:
-                new_tokens = new_tokens[: grammar.accept(new_tokens)]
-            if grammar.error is not None:
-                error = error_to_data(grammar.error)
-                finished = Finished(request.slot, FinishReason.ABORT, error=error)
-                self._table.finish(request, RequestEvent.FAILED, finished)
-                outcome.finished.append(request)
-                return
+            # What was sampled after the grammar failed means nothing.
+            new_tokens = [] if grammar.error is not None else new_tokens[: grammar.accept(new_tokens)]
         num_known = len(request.token_ids)
         end = _append(request, new_tokens)
         num_new = len(request.token_ids) - num_known
         outcome.requests.extend([request] * num_new)
         outcome.tokens.extend(new_tokens[:num_new])
-        if index in result.logprobs:
+        if num_new and index in result.logprobs:
             outcome.logprobs.append((request, result.logprobs[index][:num_new]))
         if end is not None:
             self._stop(request, end, outcome)
+        elif grammar is not None and grammar.error is not None:
+            finished = Finished(request.slot, FinishReason.ABORT, error=error_to_data(grammar.error))
+            self._table.finish(request, RequestEvent.FAILED, finished)
+            outcome.finished.append(request)
         elif speculator is not None and request.speculation is not None and index in result.drafts:
             speculator.offer(request.speculation, request.token_ids, result.drafts[index])
 

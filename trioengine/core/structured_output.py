@@ -116,8 +116,8 @@ class Grammar:
     def accept(self, token_ids: Sequence[int]) -> int:
         """Go on by the tokens that the answer got.
 
-        Returns how many of them belong to it. Those behind came after its end and must be dropped. `is_complete` and
-        `error` may be set afterwards.
+        Returns how many of them belong to it. Those behind came after its end, or do not fit, and must be dropped.
+        `is_complete` and `error` may be set afterwards.
         """
         assert self._matcher is not None
         self._forced = None
@@ -131,13 +131,15 @@ class Grammar:
                 self.is_complete = True
                 if token_id not in self._own_ends:
                     return index
-            else:
-                self._consume(token_id)
+            elif not self._consume(token_id):
+                return index
         return len(token_ids)
 
-    def _consume(self, token_id: int) -> None:
+    def _consume(self, token_id: int) -> bool:
+        """Go on by one token; whether it fits."""
         assert self._matcher is not None
-        if self._matcher.consume_token(token_id):
+        fits = self._matcher.consume_token(token_id)
+        if fits:
             self.is_complete = self._matcher.is_stopped()
         else:
             # Masks forbid what does not fit, so a limit was passed, or other rules of the request left nothing else.
@@ -145,6 +147,7 @@ class Grammar:
                 f"Token {token_id} does not fit the form that {PARAM} asks for: {self._words()}."
             )
         self._check_limits()
+        return fits
 
     def _check_limits(self) -> None:
         assert self._matcher is not None

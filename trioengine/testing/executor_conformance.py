@@ -448,6 +448,12 @@ def check_masks_come_with_drafts(subject: Subject) -> None:
         assert session.draft(sequence_id, [1, 2, 3], masks) == [1, 2, 3, 4]
         masks = TokenMasks({0: 0}, _mask_bits(subject, [5], [6], []))
         assert session.draft(sequence_id, [5, 7], masks) == [5, 6]
+        # Where the place behind accepted drafts fails, they count, and the next step fails.
+        masks = TokenMasks({0: 0}, _mask_bits(subject, [5], [6], [], [8]))
+        assert session.draft(sequence_id, [5, 6, 7], masks) == [5, 6]
+        masks = TokenMasks({0: 0}, _mask_bits(subject, [], [8]))
+        result = session.run(session.plan({sequence_id: None}, drafts={sequence_id: [7]}, masks=masks))
+        assert [failure.sequence_id for failure in result.failures] == [sequence_id]
 
 
 def check_a_mask_of_nothing_fails_its_sequence(subject: Subject) -> None:

@@ -368,7 +368,13 @@ class FakeExecutor:
             if self._fails(parameters, num_generated):
                 token = Fail("It was to fail.")
             if isinstance(token, Fail):
-                return token
+                if row == 0:
+                    return token
+                row -= 1  # What was accepted counts, and the next step fails.
+                token = sequence.token_ids[-1]
+                sequence.num_computed_tokens -= num_drafts - row
+                _set(result.num_accepted, index, row)
+                break
             sequence.token_ids.append(token)
             if sampling.logprobs is not None:
                 logprobs.append(_logprobs(entry, parameters.seed, token, sampling.logprobs, self._vocab_size))

@@ -269,6 +269,9 @@ def _take_in(row: _Row, sampled: _Sampled, outcome: _Outcome) -> None:
             and sampled.tokens[first + num_accepted] == drafts[num_accepted]
         ):
             num_accepted += 1
+    if num_accepted and first + num_accepted in sampled.failures:
+        # What was accepted counts, as it does without drafts; the next step fails where this one did.
+        num_accepted -= 1
     last = first + num_accepted
     state.failure = state.failure or sampled.failures.get(last)
     if state.failure is not None:

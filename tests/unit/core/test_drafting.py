@@ -161,6 +161,8 @@ class FakeGrammar:
         self.is_complete = False
         self.error: Exception | None = None
         self.num_accepted = 0
+        self.refused: int | None = None
+        """A token that does not fit after all."""
 
     def forced_tokens(self, max_tokens: int) -> list[int]:
         tokens: list[int] = []
@@ -180,6 +182,9 @@ class FakeGrammar:
     def accept(self, token_ids: Sequence[int]) -> int:
         expected = self.tokens[self.num_accepted : self.num_accepted + len(token_ids)]
         assert list(token_ids[: len(expected)]) == expected
+        if self.refused in expected:
+            self.error = EngineGenerateError("does not fit")
+            return expected.index(self.refused)
         self.num_accepted += len(expected)
         self.is_complete = self.num_accepted == len(self.tokens)
         return len(expected)  # What follows the last one is the end, which has no token.
@@ -340,6 +345,34 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone() -> None:
     assert bound.finished.error.fields["message"] == "too complex"
     assert not bound.tokens
     assert free.tokens == alone(PROMPT, 4)
+
+
+@pytest.mark.parametrize("forced", [set[int](), {5, 6, 7, 8}])
+def test_a_token_that_does_not_fit_ends_its_request_behind_those_that_do(forced: set[int]) -> None:
+    """They may be sampled in one step with it or in others before: the request gets the same."""
+    driver, outputs = structured(forced)
+    answer = add(driver, 0, "later 5 6 7 8")
+    (grammar,) = outputs.compiling
+    grammar.refused = 7
+    outputs.compile()
+    driver.core.poll()
+    driver.run()
+    assert answer.tokens == [5, 6]
+    assert answer.finished is not None
+    assert answer.finished.error is not None
+    assert answer.finished.error.fields["message"] == "does not fit"
+    assert num_steps(driver) == (1 if forced else 3)
+
+
+def test_an_answer_that_ended_before_the_token_that_does_not_fit_is_whole() -> None:
+    driver, outputs = structured({5, 6, 7, 8})
+    answer = add(driver, 0, "later 5 6 7 8", max_tokens=2)
+    (grammar,) = outputs.compiling
+    grammar.refused = 7
+    outputs.compile()
+    driver.core.poll()
+    driver.run()
+    assert (answer.tokens, answer.finished) == ([5, 6], Finished(0, FinishReason.LENGTH))
 
 
 def test_an_abort_while_the_grammar_compiles_abandons_it() -> None:

@@ -12,7 +12,14 @@ torch = pytest.importorskip("torch")
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 
 from trioengine.config.engine import LogprobsMode  # noqa: E402
-from trioengine.core.executor import NO_TOKEN, NewSequence, ScheduledSequence, StepPlan, StepResult  # noqa: E402
+from trioengine.core.executor import (  # noqa: E402
+    NO_TOKEN,
+    NewSequence,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from trioengine.models.decoder import Decoder  # noqa: E402
 from trioengine.models.loader import LoadedModel  # noqa: E402
 from trioengine.models.torch_ops import TorchModel  # noqa: E402
@@ -297,14 +304,21 @@ def test_without_a_tokenizer_a_sequence_with_bad_words_fails_alone() -> None:
     assert result.tokens[0] != NO_TOKEN
 
 
-def test_logits_behind_an_accepted_draft_that_are_no_numbers_fail_the_sequence() -> None:
-    """Then nothing of the step counts."""
+def test_a_place_behind_an_accepted_draft_fails_in_the_next_step() -> None:
+    """So that what was accepted counts as it does without drafts, with its log probabilities."""
     forced = SamplingParams(temperature=0, logit_bias={7: 100.0}, logprobs=1)
     new = [NewSequence(0, prompt_of(5), 5, forced, seed=0)]
-    result = make_runner(broken_model()).run(StepPlan(0, [ScheduledSequence(0, 0, 6, [0], draft_token_ids=[7])], new))
+    bits = np.zeros((2, -(-MODEL.config.vocab_size // 32)), np.int32)
+    bits[0] = -1
+    runner = make_runner()
+    result = runner.run(
+        StepPlan(0, [ScheduledSequence(0, 0, 6, [0], draft_token_ids=[7])], new, masks=TokenMasks({0: 0}, bits))
+    )
+    assert (result.tokens, result.failures, result.num_accepted) == ([7], [], {})
+    assert [entry.token_ids[0] for entry in result.logprobs[0]] == [7]
+    result = runner.run(StepPlan(1, [ScheduledSequence(0, 5, 1)], masks=TokenMasks({0: 1}, bits)))
     assert result.tokens == [NO_TOKEN]
     assert [failure.sequence_id for failure in result.failures] == [0]
-    assert not result.num_accepted
     assert not result.logprobs
 
 
