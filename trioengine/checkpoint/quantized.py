@@ -215,6 +215,21 @@ def open_packed(folder: Path, weight_format: WeightFormat, tensors: Mapping[str,
     return PackedTensors(matrices, rest, frozenset(optional))
 
 
+def check_not_packed(folder: Path, tensors: Mapping[str, TensorView]) -> None:
+    """For folders without `quantization_config`.
+
+    Raises:
+        CheckpointError: there are packed matrices all the same.
+    """
+    name = next((name for name in tensors if name.endswith((".qweight", ".weight_packed"))), None)
+    if name is not None:
+        raise CheckpointError(
+            f"{folder}: the tensor {name!r} is packed, but config.json has no quantization_config that says how. Fetch"
+            " the model's own config.json.",
+            path=str(folder),
+        )
+
+
 class _Config:
     """Typed look-ups in `quantization_config`. None counts as missing."""
 

@@ -13,6 +13,7 @@ from trioengine.checkpoint.quantized import (
     QuantizedMatrix,
     ScaledMatrix,
     WeightFormat,
+    check_not_packed,
     open_packed,
     read_weight_format,
 )
@@ -225,6 +226,13 @@ def test_a_damaged_module_is_named(
         opened(tmp_path, quantization, tensors)
     assert "a.b" in str(caught.value)
     assert caught.value.path == str(tmp_path)
+
+
+def test_packed_tensors_without_a_word_about_them_are_refused(tmp_path: Path) -> None:
+    check_not_packed(tmp_path, views("a.b", {"weight": np.zeros((2, 2), np.float32)}))
+    for tensors in (GPTQ_TENSORS, PACKED_TENSORS):
+        with pytest.raises(CheckpointError, match=r"'a\.b\..* is packed, but config\.json has no quantization_config"):
+            check_not_packed(tmp_path, views("a.b", tensors))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
