@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from trioengine.checkpoint.dequantize import dequantize
 from trioengine.checkpoint.gguf import GGMLType, GGUFFile, GGUFTensor, open_gguf
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
-from trioengine.checkpoint.quantized import PackedMatrix, open_packed, read_weight_format
+from trioengine.checkpoint.quantized import PackedMatrix, check_not_packed, open_packed, read_weight_format
 from trioengine.checkpoint.safetensors import TensorDType, TensorView, open_safetensors
 from trioengine.errors import CheckpointError
 from trioengine.models.config import (
@@ -318,6 +318,8 @@ def _folder_source(folder: Path, config: ModelConfig) -> _Source:
     if (weight_format := read_weight_format(folder)) is not None:
         found = open_packed(folder, weight_format, tensors)
         tensors, packed, optional = found.others, found.matrices, found.optional
+    else:
+        check_not_packed(folder, tensors)
     return _Source(
         folder,
         folder_names(config.architecture),

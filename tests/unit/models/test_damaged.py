@@ -198,3 +198,13 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 def _header_bytes(folder: Path) -> int:
     return int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+
+
+@pytest.mark.parametrize("name", ["gptq", "compressed"])
+def test_packed_weights_without_a_word_about_them_are_refused(folders: dict[str, Path], name: str) -> None:
+    folder = folders[name].with_name(f"{name}-unsaid")
+    shutil.copytree(folders[name], folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="is packed, but config"):
+        load(ModelLocation(ModelKind.FOLDER, folder, name))
