@@ -38,7 +38,7 @@ from trioengine.models.decoder import (
     MixtureOfExperts,
     Rotation,
 )
-from trioengine.models.names import Names, folder_names, gguf_names
+from trioengine.models.names import ROOTS, Names, folder_names, gguf_names
 from trioengine.models.rope import attention_factor, inverse_frequencies
 
 ReportFraction: TypeAlias = Callable[[float], None]
@@ -314,15 +314,18 @@ def _gguf_source(file: GGUFFile, config: ModelConfig) -> _Source:
 
 def _folder_source(folder: Path, config: ModelConfig) -> _Source:
     tensors = open_safetensors(folder)
-    packed, optional = None, frozenset[str]()
+    packed, optional = None, set[str]()
     if (weight_format := read_weight_format(folder)) is not None:
         found = open_packed(folder, weight_format, tensors)
-        tensors, packed, optional = found.others, found.matrices, found.optional
+        tensors, packed, optional = found.others, found.matrices, {*found.optional}
     else:
         check_not_packed(folder, tensors)
+    root = next((root for root in ROOTS if f"{root}embed_tokens.weight" in tensors), ROOTS[0])
+    if root != ROOTS[0]:
+        optional.update(name for name in tensors if not name.startswith(root))  # What sees.
     return _Source(
         folder,
-        folder_names(config.architecture),
+        folder_names(config.architecture, root),
         {name: tensor.shape for name, tensor in tensors.items()},
         lambda name: _as_ggml(folder, tensors[name]),
         packed=packed,

@@ -101,8 +101,22 @@ def gguf_names(architecture: Architecture) -> Names:
     return names
 
 
-def folder_names(architecture: Architecture) -> Names:
-    """Of safetensors, as transformers saves them."""
+ROOTS = ("model.", "language_model.model.", "model.language_model.")
+"""What the names of a folder begin with: in models that see, too, the text model is a part."""
+
+
+def folder_names(architecture: Architecture, root: str) -> Names:
+    """Of safetensors, as transformers saves them. `root`: of `ROOTS`."""
+    names = attrs.asdict(_folder_names(architecture))
+    rooted = {
+        key: root + name.removeprefix(ROOTS[0])
+        for key, name in names.items()
+        if isinstance(name, str) and name.startswith(ROOTS[0])
+    }
+    return attrs.evolve(_folder_names(architecture), **rooted)
+
+
+def _folder_names(architecture: Architecture) -> Names:
     match architecture:
         case Architecture.GEMMA2 | Architecture.GEMMA3:
             return attrs.evolve(_FOLDER, mlp_norm="model.layers.{}.pre_feedforward_layernorm", norm_offset=1.0)

@@ -516,3 +516,20 @@ def test_the_native_kernels_compute_the_same(models) -> None:
     assert difference(whole, expected) < NATIVE_TOLERANCE
     for name, mutant in models.mutants(models.native):
         assert difference(native_logits(mutant, tokens, [41]), expected) > 2 * NATIVE_TOLERANCE, name
+
+
+def test_of_a_model_that_sees_its_text_is_computed(tmp_path) -> None:
+    """As Gemma 3's larger models are saved: without images, they are the text model."""
+    case = CASES["gemma3"]
+    torch.manual_seed(0)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    theirs = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config=TINY | case.changes,
+            vision_config={**vision, "image_size": 28, "patch_size": 14},
+            image_token_index=198,
+        )
+    ).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(open_checkpoint(ModelLocation(ModelKind.FOLDER, tmp_path, "tiny")), TorchWeights())
+    assert worst_error(theirs, ours, [[21]], [21]) < TOLERANCE

@@ -31,6 +31,8 @@ class Family:
 
     class_name: str
     """In `architectures` of `config.json`."""
+    seeing_class_name: str | None = None
+    """There, of models that see, too, and have this one in `text_config`: only text goes into them."""
     gguf_name: str
     """`general.architecture` of GGUF files."""
     norm_placement: NormPlacement = NormPlacement.BEFORE
@@ -77,8 +79,8 @@ RESULT_CHANGING_KEYS: Mapping[str, object] = {
 
 _GEMMA_KEYS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
 _GEMMA_DEFAULTS: Mapping[str, object] = {
+    "bos_token_id": 2,
     "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
@@ -127,6 +129,7 @@ FAMILIES: Mapping[Architecture, Family] = {
     ),
     Architecture.GEMMA3: Family(
         class_name="Gemma3ForCausalLM",
+        seeing_class_name="Gemma3ForConditionalGeneration",
         gguf_name="gemma3",
         norm_placement=NormPlacement.BOTH,
         query_key_norm=QueryKeyNorm.HEAD,
@@ -137,7 +140,14 @@ FAMILIES: Mapping[Architecture, Family] = {
         windows=WindowRule.PERIODIC,
         window_period=6,
         own_keys=_GEMMA_KEYS,
-        defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "rope_theta": 1e6,
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
         num_layers_scaled_by_hidden_size=62,
     ),
     Architecture.PHI3: Family(

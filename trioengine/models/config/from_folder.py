@@ -17,7 +17,10 @@ from trioengine.models.config.rope import (
     yarn_attention_factor,
 )
 
-ARCHITECTURES = {family.class_name: architecture for architecture, family in FAMILIES.items()}
+SEEING = {
+    family.seeing_class_name: architecture for architecture, family in FAMILIES.items() if family.seeing_class_name
+}
+ARCHITECTURES = {family.class_name: architecture for architecture, family in FAMILIES.items()} | SEEING
 """By `architectures` of `config.json`."""
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 """By transformers' names."""
@@ -36,11 +39,14 @@ def config_from_folder(folder: Path) -> ModelConfig:
         raise facts.unsupported_architecture(name, ARCHITECTURES)
     architecture = ARCHITECTURES[name]
     family = FAMILIES[architecture]
+    end_tokens = facts.token_ids("eos_token_id")
+    if name in SEEING:
+        facts = facts.inner("text_config") or facts.nothing()
+        end_tokens += facts.token_ids("eos_token_id")
     facts = facts.with_defaults(family.defaults)
     for key, neutral in RESULT_CHANGING_KEYS.items():
         if key not in family.own_keys:
             facts.refuse_unless(key, neutral)
-    end_tokens = facts.token_ids("eos_token_id")
     generation_path = folder / "generation_config.json"
     if generation_path.is_file():
         end_tokens += Facts(read_json(generation_path), str(generation_path)).token_ids("eos_token_id")
@@ -49,7 +55,8 @@ def config_from_folder(folder: Path) -> ModelConfig:
 
 def _config(facts: Facts, architecture: Architecture, end_tokens: tuple[int, ...]) -> ModelConfig:
     family = FAMILIES[architecture]
-    activation = facts.text(family.activation_key, "silu")
+    default = next(name for name, activation in ACTIVATIONS.items() if activation is family.activation)
+    activation = facts.text(family.activation_key, default)
     if activation not in ACTIVATIONS:
         raise facts.error(
             f"{family.activation_key} is {activation[:50]!r}, which is not supported; {', '.join(ACTIVATIONS)} are"
