@@ -228,3 +228,50 @@ def test_start_is_reported_and_health_answers_after_it() -> None:
         assert get(f"{served.url}/health")[0] == 200
         assert time.monotonic() - started < 60  # A bound for a hang, not a measurement.
         assert get(f"{served.url}/version")[1]
+
+
+def test_the_engines_options_stand_on_the_command_line(tmp_path: Path) -> None:
+    """All that change how the core works, at once: the answer is the one that it gives without."""
+    words = [
+        "--max-model-len=512",
+        "--scheduling-policy=priority",
+        "--async-scheduling",
+        '--speculative-config={"method": "ngram", "num_speculative_tokens": 3}',
+        "--kv-offload-bytes=50000000",
+        f"--kv-offload-path={tmp_path}",
+        "--reasoning-parser=qwen3",
+        "--enable-kv-cache-events",
+        "--max-num-partial-prefills=4",
+        "--long-prefill-token-threshold=64",
+    ]
+    with served_process(*words) as served:
+        request = urllib.request.Request(
+            f"{served.url}/v1/chat/completions",
+            chat_body(messages=[{"role": "user", "content": "What is the capital of Japan?"}], temperature=0),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)["choices"][0]["message"]["content"]
+        assert "Tokyo" in answer
+        (core_pid,) = served.core_pids()
+        offload_files = [path for path in Path(f"/proc/{core_pid}/fd").iterdir() if str(tmp_path) in os.readlink(path)]
+        assert offload_files
+        assert served.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (['--speculative-config={"method": "magic", "num_speculative_tokens": 3}'], "speculative"),
+        (["--kv-offload-path=/tmp"], "kv_offload_bytes"),
+        (["--scheduling-policy=lottery"], "lottery"),
+        (["--reasoning-parser=nobody"], "nobody"),
+    ],
+)
+def test_an_option_that_cannot_work_is_one_message(words: list[str], message: str) -> None:
+    done = subprocess.run(
+        [*trioengine_command(), "serve", "--port", "0", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
