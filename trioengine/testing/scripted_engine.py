@@ -126,6 +126,7 @@ async def _run_steps(core: Core, pace_s: float, dealer: MemoryDealer, received: 
             await dealer.wait_writable()
         elif not core.has_work:
             await dealer.wait_readable()
+        core.poll()
         for parts in dealer.drain():
             message = decode(parts[-1])
             assert isinstance(message, ToCore)
@@ -140,7 +141,8 @@ async def _run_steps(core: Core, pace_s: float, dealer: MemoryDealer, received: 
             core.step()
         while unsent and dealer.try_send((unsent[0],)):
             unsent.popleft()
-        if not unsent and (output := core.take_output(0)) is not None:
-            unsent.append(encode(output))
-            if dealer.try_send((unsent[0],)):
+        if not unsent:
+            output = core.take_output(0)
+            unsent.extend(encode(message) for message in (output, *core.take_replies(0)) if message is not None)
+            while unsent and dealer.try_send((unsent[0],)):
                 unsent.popleft()

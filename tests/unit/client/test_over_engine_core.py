@@ -1,17 +1,34 @@
 """The client over the real `EngineCore` with a fake executor, in memory: requests come and go, its books are right."""
 
 import random
+import string
+from collections.abc import Sequence
 
+import attrs
 import pytest
 import trio
 from trio.testing import MockClock
 
+from trioengine.config.engine import SpeculationConfig, SpeculationMethod
 from trioengine.core.engine_core import EngineCore
 from trioengine.testing.core_driver import make_core_config
 from trioengine.testing.fake_executor import FakeExecutor, generate_alone
 from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_engine
-from trioengine.types.messages import CheckIntegrity, CoreLoad, GetLoad, ModelFacts, Ready
+from trioengine.types.messages import (
+    CheckIntegrity,
+    CoreLoad,
+    GetLoad,
+    IsSleeping,
+    ModelFacts,
+    PauseGeneration,
+    PauseMode,
+    Ready,
+    ResumeGeneration,
+    Sleep,
+    WakeUp,
+)
+from trioengine.types.output import CompletionOutput, FinishReason
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.request import GenerateRequest
 
@@ -72,3 +89,73 @@ async def test_two_hundred_readers_that_leave_at_random(seed: int, autojump_cloc
                 nursery.start_soon(use, scripted, number)
         await assert_nothing_is_left(scripted)
     assert num_answers > 10
+
+
+async def test_tokens_of_a_step_behind_the_one_that_completes_the_stop_are_dropped(autojump_clock: MockClock) -> None:
+    """Case 24 (vllm 47616): of a step of four tokens, three accepted drafts and one more, three are left, with their
+    log probabilities, and the core is told.
+    """
+    prompt, answer = [5, 6], list(string.ascii_letters.encode())
+
+    def guess(token_ids: Sequence[int]) -> Sequence[int]:
+        return answer[len(token_ids) - len(prompt) :]
+
+    def make() -> EngineCore:
+        executor = FakeExecutor(
+            num_blocks=NUM_BLOCKS,
+            block_size=4,
+            vocab_size=VOCAB_SIZE,
+            scripts={tuple(prompt): answer},
+            draft_model=guess,
+        )
+        return EngineCore(attrs.evolve(CONFIG, speculation=speculation), executor, clock=trio.current_time)
+
+    async def ask(stop: str | None) -> list[CompletionOutput]:
+        sampling = SamplingParams(max_tokens=50, stop=stop, logprobs=1, output_kind=RequestOutputKind.DELTA)
+        async with open_scripted_engine(PACE, make(), READY) as scripted:
+            async with scripted.engine.generate(GenerateRequest(prompt, sampling)) as stream:
+                outputs = [output.outputs[0] async for output in stream]
+            await assert_nothing_is_left(scripted)
+        return outputs
+
+    speculation = SpeculationConfig(
+        method=SpeculationMethod.DRAFT_MODEL, num_speculative_tokens=3, model="one that is always right"
+    )
+    whole = await ask(None)
+    number, step = next((i, output.token_ids) for i, output in enumerate(whole) if len(output.token_ids) == 4)
+    outputs = await ask(chr(step[1]) + chr(step[2]))
+    assert outputs[:number] == whole[:number]
+    (last,) = outputs[number:]
+    assert last.token_ids == step[:3]
+    assert [place.chosen.token_id for place in last.logprobs or ()] == list(step[:3])
+    assert last.text == chr(step[0])
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, chr(step[1]) + chr(step[2]))
+
+
+async def test_replies_that_come_later_reach_their_callers(autojump_clock: MockClock) -> None:
+    """A pause that waits, and sleep."""
+    answered: list[str] = []
+    prompt = [3, 4, 5]
+
+    async def ask(scripted: ScriptedEngine) -> None:
+        sampling = SamplingParams(seed=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        async with scripted.engine.generate(GenerateRequest(prompt, sampling)) as stream:
+            output = await anext(stream)
+        assert list(output.outputs[0].token_ids) == generate_alone(prompt, 12, vocab_size=VOCAB_SIZE)
+        answered.append("answer")
+
+    async with open_scripted_engine(PACE, make_core(), READY) as scripted:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, scripted)
+            await trio.sleep(0.05)
+            await scripted.engine.call(PauseGeneration(PauseMode.WAIT))
+            answered.append("paused")
+            await scripted.engine.call(ResumeGeneration())
+            nursery.start_soon(ask, scripted)
+            await trio.sleep(0.05)
+            await scripted.engine.call(Sleep(2, PauseMode.KEEP))
+            assert await scripted.engine.call(IsSleeping())
+            answered.append("asleep")
+            await scripted.engine.call(WakeUp())
+        await assert_nothing_is_left(scripted)
+    assert answered == ["answer", "paused", "asleep", "answer"]
