@@ -111,7 +111,7 @@ async def test_tokens_of_a_step_behind_the_one_that_completes_the_stop_are_dropp
         return EngineCore(attrs.evolve(CONFIG, speculation=speculation), executor, clock=trio.current_time)
 
     async def ask(stop: str | None) -> list[CompletionOutput]:
-        sampling = SamplingParams(max_tokens=50, stop=stop, logprobs=1, output_kind=RequestOutputKind.DELTA)
+        sampling = SamplingParams(seed=0, max_tokens=50, stop=stop, logprobs=1, output_kind=RequestOutputKind.DELTA)
         async with open_scripted_engine(PACE, make(), READY) as scripted:
             async with scripted.engine.generate(GenerateRequest(prompt, sampling)) as stream:
                 outputs = [output.outputs[0] async for output in stream]
