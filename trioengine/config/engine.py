@@ -103,6 +103,13 @@ def _needs_offload_bytes(config: "EngineConfig", field: "attrs.Attribute[Any]", 
         raise ConfigError(f"{field.name} needs kv_offload_bytes, the most that is kept there.", option=field.name)
 
 
+def _is_at_least_max_loras(config: "EngineConfig", _: object, value: int | None) -> None:
+    if value is not None and value < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras ({value}) is less than max_loras ({config.max_loras}).", option="max_cpu_loras"
+        )
+
+
 @attrs.frozen(kw_only=True)
 class EngineConfig:
     """The options of one engine, checked one by one.
@@ -223,6 +230,26 @@ class EngineConfig:
             'Guess several tokens and check them in one step, for example {"method": "ngram",'
             ' "num_speculative_tokens": 4}. The other method is "draft_model", which needs "model". Unset is off.'
         ),
+    )
+    enable_lora: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented("Take LoRA adapters, which requests may name."),
+    )
+    max_loras: int = attrs.field(
+        default=1,
+        validator=integer(1, 1024),
+        metadata=documented("The most adapters that a step computes with; requests of others wait."),
+    )
+    max_lora_rank: int = attrs.field(
+        default=16,
+        validator=integer(1, 512),
+        metadata=documented("The largest rank that an adapter may have."),
+    )
+    max_cpu_loras: int | None = attrs.field(
+        default=None,
+        validator=[optional(integer(1)), _is_at_least_max_loras],
+        metadata=documented("The most adapters in memory. Unset is max_loras."),
     )
     max_logprobs: int = attrs.field(
         default=20,

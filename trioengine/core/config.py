@@ -44,5 +44,9 @@ class CoreConfig:
     async_scheduling: bool = False
     """Whether a step is scheduled while the one before it is computed."""
     speculation: SpeculationConfig | None = None
+    max_loras: int = 0
+    """The most adapters that running requests have at once; 0 is no adapters."""
+    max_cpu_loras: int = 0
+    """The most adapters in memory."""
     enable_kv_cache_events: bool = False
     """Whether what happens to cached blocks is recorded for `GetKVCacheEvents`."""

@@ -14,6 +14,7 @@ import attrs
 from trioengine.core.config import CoreConfig
 from trioengine.core.executor import Executor
 from trioengine.core.kv_cache_manager import KVCacheManager
+from trioengine.core.lora import LoRAAdapter, LoRAAdapters
 from trioengine.core.operations import DeferredReply, run_call
 from trioengine.core.outbox import Outbox
 from trioengine.core.pause import Pause
@@ -76,7 +77,8 @@ class EngineCore:
             num_offload_blocks=executor.num_offload_blocks,
             record_events=config.enable_kv_cache_events,
         )
-        self.scheduler = Scheduler(config, self.kv_cache, structured_outputs)
+        self.loras = LoRAAdapters(config.max_loras, config.max_cpu_loras, executor.add_lora, executor.remove_lora)
+        self.scheduler = Scheduler(config, self.kv_cache, self.loras, structured_outputs)
         self.executor = executor
         self.pause = Pause()
         self._config = config
@@ -148,6 +150,8 @@ class EngineCore:
             self._take_result()
         if self._deferred:
             self._settle_replies()
+        if self.loras.has_leaving:
+            self.loras.forget_unused(self.used_loras())
 
     def take_output(self, client: int) -> StepOutput | None:
         """A client's pending output, which is then no longer pending; None when there is none.
@@ -208,6 +212,10 @@ class EngineCore:
         """All requests that have not ended."""
         return frozenset(request.sequence_id for request in self._requests())
 
+    def used_loras(self) -> frozenset[LoRAAdapter]:
+        """The adapters of all requests that have not ended."""
+        return frozenset(request.lora for request in self._requests() if request.lora is not None)
+
     def check_integrity(self) -> None:
         """Return when the core's books are right.
 
@@ -235,7 +243,8 @@ class EngineCore:
             logger.error("Ignored request %.80r of client %d: slot %d is not free.", message.request_id, client, slot)
             return
         try:
-            request = make_request(client, message, self._num_arrivals, self._config)
+            lora = None if message.lora is None else self.loras.find(message.lora)
+            request = make_request(client, message, self._num_arrivals, self._config, lora)
             self.executor.check_sampling(request.sampling)
             self.scheduler.check(request)
             request.grammar = self._start_grammar(request, message)

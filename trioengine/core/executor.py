@@ -41,6 +41,16 @@ class BlockCopy:
 
 
 @attrs.frozen
+class LoRALoad:
+    """An adapter takes a slot, in place of what was in it. No sequence that is known computes with that any more."""
+
+    slot: int
+    """1 to the executor's number of slots."""
+    lora_id: int
+    """As `Executor.add_lora` was told."""
+
+
+@attrs.frozen
 class NewSequence:
     """A sequence that the executor does not know yet."""
 
@@ -53,6 +63,8 @@ class NewSequence:
     """Unsigned 64 bits; with the position it determines the random numbers of every token."""
     end_token_ids: Sequence[int] = ()
     """Tokens that must not be sampled before `sampling.min_tokens` tokens are generated."""
+    lora_slot: int = 0
+    """The slot of its adapter, which stays there while the sequence is known; 0 is no adapter."""
 
 
 @attrs.define
@@ -100,7 +112,8 @@ class TokenMasks:
 
 @attrs.frozen
 class StepPlan:
-    """Everything that one step needs. Applied in the order: `removed`, `saves`, `loads`, `new`, `scheduled`."""
+    """Everything that one step needs. Applied in the order: `removed`, `saves`, `loads`, `lora_loads`, `new`,
+    `scheduled`."""
 
     step: int
     scheduled: Sequence[ScheduledSequence]
@@ -112,6 +125,7 @@ class StepPlan:
     """Blocks to copy into the offload store, before this step or a load changes them."""
     loads: Sequence[BlockCopy] = ()
     """Blocks to fill from the offload store."""
+    lora_loads: Sequence[LoRALoad] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +200,19 @@ class Executor(Protocol):
         Raises:
             RequestError: naming the field at fault.
         """
+        ...
+
+    def add_lora(self, lora_id: int, path: str) -> None:
+        """Read an adapter, so that plans can load it. Whether the executor sleeps does not matter.
+
+        Raises:
+            CheckpointError: its files cannot be read, or are not of an adapter of this model.
+            RequestError: it is larger than adapters may be here. `param` is "path".
+        """
+        ...
+
+    def remove_lora(self, lora_id: int) -> None:
+        """Forget an adapter that no later plan loads. A slot that has it keeps it until another comes."""
         ...
 
     def submit(self, plan: StepPlan) -> None:

@@ -9,6 +9,7 @@ from trioengine.core.pause import MEMORY_TAGS
 from trioengine.errors import RequestError
 from trioengine.types.codec import encode_reply, error_to_data
 from trioengine.types.messages import (
+    AddLoRA,
     Call,
     CallRequest,
     CheckIntegrity,
@@ -20,14 +21,19 @@ from trioengine.types.messages import (
     IsPaused,
     IsSleeping,
     KVCacheEvents,
+    ListLoRAs,
+    LoRAInfo,
     PauseGeneration,
     PauseMode,
+    PinLoRA,
+    RemoveLoRA,
     Reply,
     ResetPrefixCache,
     ResumeGeneration,
     Sleep,
     WakeUp,
 )
+from trioengine.types.request import MAX_LORA_NAME_CHARS
 
 if TYPE_CHECKING:
     from trioengine.core.engine_core import EngineCore
@@ -173,6 +179,28 @@ def is_sleeping(core: "EngineCore", _: IsSleeping) -> bool:
     return bool(core.pause.asleep)
 
 
+def add_lora(core: "EngineCore", call: AddLoRA) -> None:
+    """Read an adapter. Steps wait meanwhile."""
+    if not 0 < len(call.name) <= MAX_LORA_NAME_CHARS:
+        raise RequestError(f"name must have 1 to {MAX_LORA_NAME_CHARS} characters.", param="name")
+    core.loras.add(call.name, call.path, core.used_loras())
+
+
+def remove_lora(core: "EngineCore", call: RemoveLoRA) -> None:
+    """Let no further request use an adapter."""
+    core.loras.remove(call.name, core.used_loras())
+
+
+def list_loras(core: "EngineCore", _: ListLoRAs) -> tuple[LoRAInfo, ...]:
+    """What adapters there are."""
+    return core.loras.infos()
+
+
+def pin_lora(core: "EngineCore", call: PinLoRA) -> None:
+    """Keep an adapter."""
+    core.loras.pin(call.name)
+
+
 HANDLERS: Mapping[type[Call[Any]], Handler] = {
     GetLoad: get_load,
     GetStats: get_stats,
@@ -185,6 +213,10 @@ HANDLERS: Mapping[type[Call[Any]], Handler] = {
     Sleep: sleep,
     WakeUp: wake_up,
     IsSleeping: is_sleeping,
+    AddLoRA: add_lora,
+    RemoveLoRA: remove_lora,
+    ListLoRAs: list_loras,
+    PinLoRA: pin_lora,
 }
 
 

@@ -12,6 +12,7 @@ import attrs
 from trioengine.config.engine import SchedulingPolicy
 from trioengine.core.config import CoreConfig
 from trioengine.core.executor import NewSequence, ScheduledSequence, TokenLogprobs
+from trioengine.core.lora import NO_SLOT, LoRAAdapter
 from trioengine.core.prefix_cache import cache_namespace
 from trioengine.core.speculation import RequestSpeculation
 from trioengine.core.structured_output import Grammar
@@ -94,6 +95,8 @@ class Request:
     """How it ended."""
     grammar: Grammar | None = None
     """What binds its answer."""
+    lora: LoRAAdapter | None = None
+    """What changes the model for it."""
     speculation: RequestSpeculation | None = None
     """What is known about its drafts; None where there is no speculation."""
     num_slots: int = 0
@@ -150,6 +153,7 @@ class Request:
             sampling=self.sampling,
             seed=self.seed,
             end_token_ids=tuple(sorted(self.end_token_ids)),
+            lora_slot=NO_SLOT if self.lora is None else self.lora.slot,
         )
 
     def stop_after(self, token: int) -> Finished | None:
@@ -176,10 +180,23 @@ class Request:
         return unsent
 
 
-def make_request(client: int, message: EngineCoreRequest, sequence_id: int, config: CoreConfig) -> Request:
+def make_request(
+    client: int,
+    message: EngineCoreRequest,
+    sequence_id: int,
+    config: CoreConfig,
+    lora: LoRAAdapter | None = None,
+) -> Request:
     """The request that a message asks for, checked, so that it cannot harm the step it will share with others.
 
     An answer that would pass the end of the context ends there.
+
+    Args:
+        client: who asks.
+        message: what for.
+        sequence_id: its number among all requests.
+        config: limits.
+        lora: the adapter that the message names.
 
     Raises:
         PromptTooLongError: the prompt leaves no room for an answer.
@@ -210,7 +227,8 @@ def make_request(client: int, message: EngineCoreRequest, sequence_id: int, conf
         seed=message.seed,
         eos_token_ids=eos_token_ids,
         end_token_ids=end_token_ids,
-        namespace=cache_namespace(message.cache_salt),
+        namespace=cache_namespace(message.cache_salt, None if lora is None else lora.cache_name),
+        lora=lora,
         is_long=0 < config.long_prefill_token_threshold < len(token_ids),
         work=ScheduledSequence(sequence_id, num_computed_tokens=0, num_tokens=0),
     )

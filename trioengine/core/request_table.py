@@ -8,6 +8,7 @@ from collections import deque
 
 from trioengine.core.config import CoreConfig
 from trioengine.core.kv_cache_manager import Admission, KVCacheManager
+from trioengine.core.lora import LoRAAdapters
 from trioengine.core.request import Request, RequestEvent, RequestStatus
 from trioengine.core.request_queue import RequestQueue, insert_in_order
 from trioengine.core.step import Step
@@ -17,7 +18,7 @@ from trioengine.types.messages import Finished
 class RequestTable:
     """The state of scheduling."""
 
-    def __init__(self, config: CoreConfig, kv_cache: KVCacheManager) -> None:
+    def __init__(self, config: CoreConfig, kv_cache: KVCacheManager, loras: LoRAAdapters) -> None:
         self.running: list[Request] = []
         self.waiting = RequestQueue()
         self.removed: list[int] = []
@@ -33,6 +34,7 @@ class RequestTable:
         """Since the start."""
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_logit_rows)
         self._kv_cache = kv_cache
+        self._loras = loras
         self._block_size = config.block_size
 
     def start(self, request: Request, admission: Admission) -> None:
@@ -40,6 +42,8 @@ class RequestTable:
         self.waiting.remove(request)
         request.apply(RequestEvent.ADMITTED)
         insert_in_order(self.running, request)
+        if request.lora is not None:
+            self._loras.start(request.lora)
         self.num_bound += request.grammar is not None
         self.num_special += request.is_special
         request.next_prompt_logprob = 1
@@ -84,6 +88,8 @@ class RequestTable:
     def leave(self, request: Request) -> None:
         """Note that a request, whose blocks are free, does not run any more."""
         self.removed.append(request.sequence_id)
+        if request.lora is not None:
+            request.lora.num_running -= 1
         self.num_bound -= request.grammar is not None
         self.num_special -= request.is_special
         work = request.work
@@ -112,6 +118,7 @@ class RequestTable:
         counts = sum(request.grammar is not None for request in self.running), sum(map(_is_special, self.running))
         if (self.num_bound, self.num_special) != counts:
             raise AssertionError(f"Counted are {self.num_bound} and {self.num_special} requests, there are {counts}")
+        self._loras.check_integrity([request.lora for request in self.running if request.lora is not None])
         for request in self.running:
             self._check_running(request)
         for request in self.waiting:

@@ -33,6 +33,7 @@ from trioengine.core.config import CoreConfig
 from trioengine.core.drafting import Drafting
 from trioengine.core.executor import StepPlan, StepResult
 from trioengine.core.kv_cache_manager import Admission, KVCacheManager
+from trioengine.core.lora import LoRAAdapters
 from trioengine.core.request import Request, RequestEvent
 from trioengine.core.request_table import RequestTable
 from trioengine.core.results import ResultReader
@@ -54,16 +55,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: CoreConfig, kv_cache: KVCacheManager, structured_outputs: StructuredOutputs | None = None
+        self,
+        config: CoreConfig,
+        kv_cache: KVCacheManager,
+        loras: LoRAAdapters,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> None:
         self.is_paused = False
         """Whether plans compute nothing, and only tell the executor what to forget."""
         self.drafting = Drafting(config, kv_cache, structured_outputs)
         self._config = config
         self._kv_cache = kv_cache
+        self._loras = loras
         self._block_size = config.block_size
         self._has_priorities = config.scheduling_policy is SchedulingPolicy.PRIORITY
-        self._table = RequestTable(config, kv_cache)
+        self._table = RequestTable(config, kv_cache, loras)
         self._results = ResultReader(self._table, kv_cache, self.drafting.speculator)
 
     @property
@@ -166,7 +172,9 @@ class Scheduler:
         saves, loads = self._kv_cache.take_copies()
         if not (step.scheduled or table.removed or saves or loads):
             return None
-        plan = StepPlan(step.number, step.scheduled, step.new, table.removed, masks, saves, loads)
+        plan = StepPlan(
+            step.number, step.scheduled, step.new, table.removed, masks, saves, loads, self._loras.take_loads()
+        )
         table.next_step += 1
         table.removed = []
         table.in_flight.append(step)
@@ -262,9 +270,12 @@ class Scheduler:
 
         With `before`, only those whose priority is higher (a lower value) than this one; and they may take the places
         and blocks of running requests that are less important than they.
+
+        Where one waits for its adapter's slot, none behind it starts with an adapter: then those that run end, one
+        after another, and their slots become free.
         """
         running, waiting = self._table.running, self._table.waiting
-        position = 0
+        position, waits_for_slot = 0, False
         while step.num_tokens_left and position < len(waiting):
             request = waiting[position]
             # Nobody comes back in the step that preempted it. And it comes back only with a block to spare for each
@@ -276,6 +287,9 @@ class Scheduler:
                 break
             if request.is_long and step.num_long_prefills >= self._config.max_long_partial_prefills:
                 position += 1  # Shorter ones may pass it by: it is first when the long one before it is complete.
+                continue
+            if request.lora is not None and (waits_for_slot or not self._loras.has_place(request.lora)):
+                position, waits_for_slot = position + 1, True
                 continue
             num_tokens = self._num_prompt_tokens(step, request, len(request.token_ids), step.num_tokens_left)
             is_partial = num_tokens < len(request.token_ids)

@@ -98,6 +98,7 @@ class Frontend:
             eos_token_ids=processed.eos_token_ids,
             priority=processed.priority,
             cache_salt=processed.cache_salt,
+            lora=processed.lora,
             reasoning_ended=processed.reasoning_ended,
         )
         return AddedRequest(message, state)

@@ -12,7 +12,7 @@ from trioengine.tokenizer.chat_template import render_chat
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import ModelFacts
 from trioengine.types.params import SamplingParams, check_text
-from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
+from trioengine.types.request import MAX_LORA_NAME_CHARS, ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
 
 MAX_CACHE_SALT_CHARS = 256
 LONG_PROMPT_CHARS = 16_384
@@ -34,6 +34,7 @@ class ProcessedRequest:
     """Turns its tokens into text."""
     priority: int = 0
     cache_salt: str | None = attrs.field(default=None, repr=False)
+    lora: str | None = None
     reasoning_ended: bool | None = None
     warnings: tuple[str, ...] = ()
     """What was changed to make the request fit, for the caller to be told."""
@@ -78,6 +79,7 @@ class InputProcessor:
             tokenizer=self.tokenizer,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            lora=request.lora,
             reasoning_ended=request.reasoning_ended,
             warnings=warnings,
         )
@@ -160,6 +162,10 @@ def _check_request(request: GenerateRequest) -> None:
         check_text(request.cache_salt, "cache_salt")
         if not 0 < len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
             raise RequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt")
+    if request.lora is not None:
+        check_text(request.lora, "lora")
+        if not 0 < len(request.lora) <= MAX_LORA_NAME_CHARS:
+            raise RequestError(f"lora must have 1 to {MAX_LORA_NAME_CHARS} characters.", param="lora")
     if type(request.reasoning_ended) not in (bool, NoneType):
         raise RequestError("reasoning_ended must be True, False or None.", param="reasoning_ended")
 

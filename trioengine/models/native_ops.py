@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 from trioengine_kernels.native.library import Library, ThreadPool
+from trioengine_kernels.native.lora import LoraTable
 from trioengine_kernels.native.program import Buffer, Program, ProgramBuilder
 from trioengine_kernels.native.structures import Activation as NativeActivation
 from trioengine_kernels.native.tiles import (
@@ -39,6 +40,7 @@ from trioengine.models.loader import (
     StoredMatrix,
     load_model,
 )
+from trioengine.models.lora import LoRA, LoRAPlace, lora_targets
 from trioengine.models.pack_cache import cached_weights
 
 NativeMatrix: TypeAlias = Sequence[WeightTiles]
@@ -251,11 +253,35 @@ def _joined(parts: Sequence[StoredMatrix]) -> StoredMatrix:
     return parts[0] if len(parts) == 1 else attrs.evolve(parts[0], rows=np.concatenate([part.rows for part in parts]))
 
 
+class NativeLoRAs:
+    """Slots for adapters of one model, 1 to `max_loras`, all empty at first."""
+
+    def __init__(self, model: NativeModel, max_loras: int) -> None:
+        targets = lora_targets(model.config, model.decoder.weights)
+        self._tables = [(target.places, _lora_table(target.places, max_loras)) for target in targets]
+        self._by_weight = {id(target.weight): table for target, (_, table) in zip(targets, self._tables, strict=True)}
+
+    def table_of(self, weight: NativeMatrix) -> LoraTable | None:
+        """The adapters of a matrix of the model that has not been freed."""
+        return self._by_weight.get(id(weight))
+
+    def load(self, slot: int, lora: LoRA) -> None:
+        """Put an adapter into a slot. No step runs."""
+        for places, table in self._tables:
+            parts = [lora.part(place) for place in places]
+            table.set(slot, [None if part is None else (part.a, part.b) for part in parts])
+
+
+def _lora_table(places: Sequence[LoRAPlace], max_loras: int) -> LoraTable:
+    return LoraTable(max_loras, places[0].num_columns, [(place.first_row, place.num_rows) for place in places])
+
+
 @attrs.frozen(eq=False)
 class NativeOps:
     """Records operations. Residuals and queries are changed in place."""
 
     builder: ProgramBuilder
+    loras: NativeLoRAs | None = None
 
     def embedding(self, table: NativeMatrix, multiplier: float) -> Buffer:
         """As `ProgramBuilder.embedding`."""
@@ -276,8 +302,11 @@ class NativeOps:
         return self.builder.add_rms_norm(x, residual, weight, epsilon), residual
 
     def linear(self, x: Buffer, weight: NativeMatrix, bias: Floats | None = None) -> Buffer:
-        """As `ProgramBuilder.linear`."""
-        return self.builder.linear(x, weight, bias)
+        """As `ProgramBuilder.linear`, and what adapters add."""
+        out = self.builder.linear(x, weight, bias)
+        if self.loras is not None and (table := self.loras.table_of(weight)) is not None:
+            self.builder.lora(x, out, table)
+        return out
 
     def rope_write_kv(
         self,
@@ -344,7 +373,14 @@ class NativeOps:
         return self.builder.select_rows(x)
 
 
-def record(model: NativeModel, library: Library, *, max_tokens: int, max_logit_rows: int) -> Program:
+def record(
+    model: NativeModel,
+    library: Library,
+    *,
+    max_tokens: int,
+    max_logit_rows: int,
+    loras: NativeLoRAs | None = None,
+) -> Program:
     """The program that computes a model's steps.
 
     Args:
@@ -352,6 +388,7 @@ def record(model: NativeModel, library: Library, *, max_tokens: int, max_logit_r
         library: the kernels.
         max_tokens: of one step.
         max_logit_rows: of one step.
+        loras: of this model.
 
     Raises:
         MemoryError: its buffers do not fit.
@@ -364,4 +401,4 @@ def record(model: NativeModel, library: Library, *, max_tokens: int, max_logit_r
         head_dim=model.config.head_dim,
         vocab_size=model.config.vocab_size,
     )
-    return builder.build(model.decoder.forward(NativeOps(builder)))
+    return builder.build(model.decoder.forward(NativeOps(builder, loras)))

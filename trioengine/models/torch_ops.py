@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from trioengine_kernels.experts import choose_experts, mix_experts
 from trioengine_kernels.gelu_tanh_and_mul import gelu_tanh_and_mul
+from trioengine_kernels.lora import lora
 from trioengine_kernels.paged_attention import AttentionPlan, paged_attention
 from trioengine_kernels.rms_norm import add_rms_norm, rms_norm
 from trioengine_kernels.rope import rope
@@ -21,6 +22,7 @@ from trioengine_kernels.write_kv import write_kv
 from trioengine.models.config import Activation, Experts
 from trioengine.models.decoder import AttentionShape, GatedMLP, Rotation
 from trioengine.models.loader import Checkpoint, Floats, LoadedModel, MatrixPart, ReportFraction, load_model
+from trioengine.models.lora import LoRA, lora_targets
 
 
 class TorchWeights:
@@ -64,15 +66,24 @@ class DecoderInput:
     """For each KV group, with its blocks and its window."""
     logit_rows: Tensor
     """[num_logit_rows]: the tokens whose successors are wanted."""
+    lora_slots: Tensor | None = None
+    """[num_tokens]: each token's adapter, 0 is none. None is 0 for all."""
 
 
 class TorchOps:
     """The operations of one step. Nothing is overwritten but the cache."""
 
-    def __init__(self, batch: DecoderInput, kv_cache: Sequence[Sequence[LayerKVCache]]) -> None:
-        """`kv_cache`: for each KV group, its layers' in their order."""
+    def __init__(
+        self,
+        batch: DecoderInput,
+        kv_cache: Sequence[Sequence[LayerKVCache]],
+        loras: "TorchLoRAs | None" = None,
+    ) -> None:
+        """`kv_cache`: for each KV group, its layers' in their order. `loras`: what `DecoderInput.lora_slots` means."""
         self._batch = batch
         self._kv_cache = kv_cache
+        self._loras = None if batch.lora_slots is None else loras
+        self._lora_slots = batch.lora_slots
         self._angles: dict[Rotation[Tensor], tuple[Tensor, Tensor]] = {}
 
     def embedding(self, table: Tensor, multiplier: float) -> Tensor:
@@ -92,8 +103,11 @@ class TorchOps:
         return add_rms_norm(x, residual, weight, epsilon)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ weightᵀ + bias`."""
-        return F.linear(x, weight, bias)
+        """`x @ weightᵀ + bias`, and as `trioengine_kernels.lora`."""
+        y = F.linear(x, weight, bias)
+        if self._loras is None or self._lora_slots is None:
+            return y
+        return lora(y, x, self._lora_slots, self._loras.adapters_of(weight))
 
     def rope_write_kv(
         self,
@@ -164,7 +178,9 @@ class TorchOps:
         return soft_cap(x, cap)
 
     def select_logit_rows(self, x: Tensor) -> Tensor:
-        """The rows of `DecoderInput.logit_rows`."""
+        """The rows of `DecoderInput.logit_rows`. From here on there are no others."""
+        if self._batch.lora_slots is not None:
+            self._lora_slots = self._batch.lora_slots.index_select(0, self._batch.logit_rows)
         return x.index_select(0, self._batch.logit_rows)
 
 
@@ -175,6 +191,29 @@ _GATES: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 TorchModel: TypeAlias = LoadedModel[Tensor, Tensor]
 """A model that `TorchOps` can compute."""
+
+
+class TorchLoRAs:
+    """Adapters of one model, by slots, all empty at first."""
+
+    def __init__(self, model: TorchModel) -> None:
+        self._targets = lora_targets(model.config, model.decoder.weights)
+        self._adapters: dict[int, dict[int, Sequence[tuple[int, Tensor, Tensor]]]] = {
+            id(target.weight): {} for target in self._targets
+        }
+
+    def load(self, slot: int, adapter: LoRA) -> None:
+        """Put an adapter into a slot."""
+        for target in self._targets:
+            self._adapters[id(target.weight)][slot] = [
+                (part.first_row, torch.from_numpy(part.a), torch.from_numpy(part.b))
+                for place in target.places
+                if (part := adapter.part(place)) is not None
+            ]
+
+    def adapters_of(self, weight: Tensor) -> Mapping[int, Sequence[tuple[int, Tensor, Tensor]]]:
+        """By slot, what adapters add to the products of a matrix of the model."""
+        return self._adapters.get(id(weight), {})
 
 
 def load_torch_model(

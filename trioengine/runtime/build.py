@@ -72,6 +72,8 @@ def build_engine_core(
         draft=draft,
         tokenizer=tokenizer,
         report=lambda fraction: progress("loading the weights", fraction),
+        max_loras=config.max_loras if config.enable_lora else 0,
+        max_lora_rank=config.max_lora_rank,
     )
     waker = Waker()
     structured_outputs = StructuredOutputs(
@@ -108,4 +110,6 @@ def _core_config(config: EngineConfig, resolved: ResolvedConfig, model: ModelCon
         async_scheduling=resolved.async_scheduling,
         speculation=config.speculative_config,
         enable_kv_cache_events=config.enable_kv_cache_events,
+        max_loras=config.max_loras if config.enable_lora else 0,
+        max_cpu_loras=config.max_cpu_loras or config.max_loras,
     )

@@ -37,6 +37,8 @@ def make_core_config(
     block_size: int = 4,
     vocab_size: int = 1000,
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS,
+    max_loras: int = 0,
+    max_cpu_loras: int = 0,
 ) -> CoreConfig:
     """Limits with small defaults."""
     return CoreConfig(
@@ -46,6 +48,8 @@ def make_core_config(
         block_size=block_size,
         vocab_size=vocab_size,
         scheduling_policy=scheduling_policy,
+        max_loras=max_loras,
+        max_cpu_loras=max_cpu_loras,
     )
 
 
@@ -59,6 +63,7 @@ def make_core_request(
     eos_token_ids: tuple[int, ...] = (),
     priority: int = 0,
     cache_salt: str | None = None,
+    lora: str | None = None,
 ) -> EngineCoreRequest:
     """A request as a front end sends it; `max_tokens` counts where `sampling` is not given."""
     return EngineCoreRequest(
@@ -70,6 +75,7 @@ def make_core_request(
         eos_token_ids=eos_token_ids,
         priority=priority,
         cache_salt=cache_salt,
+        lora=lora,
     )
 
 
@@ -118,6 +124,7 @@ class CoreDriver:
             num_offload_blocks=num_offload_blocks,
             fails=fails,
             fails_load=fails_load,
+            max_loras=self.config.max_loras,
         )
         # On this clock steps take no time, so that nobody decides by how long they took.
         self.core = EngineCore(self.config, self.executor, structured_outputs, clock=lambda: 0.0)

@@ -18,6 +18,7 @@ from trioengine.core.executor import (
     NO_TOKEN,
     BlockCopy,
     KVCacheGroup,
+    LoRALoad,
     NewSequence,
     ScheduledSequence,
     SequenceFailure,
@@ -26,8 +27,11 @@ from trioengine.core.executor import (
     TokenLogprobs,
     TokenMasks,
 )
+from trioengine.errors import CheckpointError
 from trioengine.types.params import SamplingParams
 
+BROKEN_LORA = "broken"
+"""The path of an adapter that cannot be read."""
 _MASK = 2**64 - 1
 _STEP = math.log(2)
 _NOTHING_WRITTEN = -1
@@ -55,12 +59,13 @@ def generate_alone(
     min_tokens: int = 0,
     end_token_ids: Sequence[int] = (),
     script: Script = (),
+    lora_path: str | None = None,
 ) -> list[int]:
     """The tokens that a `FakeExecutor` generates for a prompt, however it is batched, split or preempted.
 
     It does not stop at end tokens, and takes no `Fail`.
     """
-    entry = _entry_after(prompt)
+    entry = _entry_after(prompt, _first_entry(lora_path))
     generated: list[int] = []
     for num_generated in range(num_tokens):
         suppressed = set(end_token_ids) if num_generated < min_tokens else set[int]()
@@ -105,11 +110,16 @@ class FakeExecutor:
         num_offload_blocks: int = 0,
         fails: Callable[[NewSequence, int], bool] = lambda _sequence, _num_generated: False,
         fails_load: Callable[[BlockCopy], bool] = lambda _: False,
+        max_loras: int = 0,
     ) -> None:
         self.sleep_error: Exception | None = None
         self.wake_error: Exception | None = None
         self.sleep_levels: list[int] = []
         """Of the calls of `sleep`."""
+        self.loras: dict[int, str] = {}
+        """The paths of adapters, by their ids."""
+        self._max_loras = max_loras
+        self._lora_slots: dict[int, str] = {}
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -139,6 +149,17 @@ class FakeExecutor:
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """As `Executor.check_sampling`."""
+
+    def add_lora(self, lora_id: int, path: str) -> None:
+        """As `Executor.add_lora`; every path has an adapter, but `BROKEN_LORA`."""
+        assert lora_id not in self.loras, f"added twice: {lora_id}"
+        if path == BROKEN_LORA:
+            raise CheckpointError("It is broken.", path=path)
+        self.loras[lora_id] = path
+
+    def remove_lora(self, lora_id: int) -> None:
+        """As `Executor.remove_lora`."""
+        del self.loras[lora_id]
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -189,6 +210,8 @@ class FakeExecutor:
             assert 0 <= save.offload_slot < self._num_offload_blocks, f"no such slot: {save}"
             self._offloaded[save.offload_slot] = self._entries[self._slice(save.block_id)]
         failed_loads = [load for load in plan.loads if not self._load(load)]
+        for lora_load in plan.lora_loads:
+            self._load_lora(lora_load)
         for new in plan.new:
             self._add(new)
         scheduled = [work.sequence_id for work in plan.scheduled]
@@ -221,8 +244,23 @@ class FakeExecutor:
         assert all(0 <= token < self._vocab_size for token in new.token_ids), f"not in the vocabulary: {new}"
         prompt = tuple(new.token_ids[: new.num_prompt_tokens])
         self._sequences[new.sequence_id] = _Sequence(
-            parameters=new, token_ids=list(new.token_ids), script=self._scripts.get(prompt, ())
+            parameters=new,
+            token_ids=list(new.token_ids),
+            script=self._scripts.get(prompt, ()),
+            first_entry=_first_entry(self._lora_path(new.lora_slot)),
         )
+
+    def _lora_path(self, slot: int) -> str | None:
+        if not slot:
+            return None
+        assert slot in self._lora_slots, f"there is no adapter in slot {slot}"
+        return self._lora_slots[slot]
+
+    def _load_lora(self, load: LoRALoad) -> None:
+        assert 1 <= load.slot <= self._max_loras, f"no such slot: {load}"
+        users = [each for each in self._sequences.values() if each.parameters.lora_slot == load.slot]
+        assert not users, f"sequences have the adapter in this slot: {load}, {users}"
+        self._lora_slots[load.slot] = self.loras[load.lora_id]
 
     def _remove(self, sequence_id: int) -> None:
         assert sequence_id in self._sequences, f"sequence {sequence_id} is removed, but not known"
@@ -269,7 +307,7 @@ class FakeExecutor:
             entry = self._entries[self._place(sequence, start - 1)]
             assert entry != _NOTHING_WRITTEN, f"nothing before {start} in the blocks of {sequence}"
         else:
-            entry = _entry_after(inputs[:start])
+            entry = _entry_after(inputs[:start], sequence.first_entry)
         entries: list[int] = []
         for position in range(start, start + work.num_tokens):
             entry = _next_entry(entry, inputs[position])
@@ -288,7 +326,7 @@ class FakeExecutor:
         if sequence.is_started:
             return
         sequence.is_started = True
-        entry, is_wrong = 0, False
+        entry, is_wrong = sequence.first_entry, False
         for position in range(work.num_computed_tokens):
             entry = _next_entry(entry, sequence.token_ids[position])
             found = self._entries[self._place(sequence, position)]
@@ -396,6 +434,7 @@ class _Sequence:
     num_computed_tokens: int = 0
     is_started: bool = False
     has_failed: bool = False
+    first_entry: int = 0
 
 
 def _copy(plan: StepPlan, scheduled: Sequence[ScheduledSequence] | None = None) -> StepPlan:
@@ -410,6 +449,7 @@ def _copy(plan: StepPlan, scheduled: Sequence[ScheduledSequence] | None = None) 
         masks=None,
         saves=tuple(plan.saves),
         loads=tuple(plan.loads),
+        lora_loads=tuple(plan.lora_loads),
     )
 
 
@@ -418,8 +458,12 @@ def _next_entry(entry: int, token: int) -> int:
     return _WRONG if entry == _WRONG else (entry * 6364136223846793005 + token * 2 + 1442695040888963407) & _MASK
 
 
-def _entry_after(tokens: Sequence[int]) -> int:
-    entry = 0
+def _first_entry(lora_path: str | None) -> int:
+    """What an adapter makes of the model: all entries depend on it."""
+    return 0 if lora_path is None else _entry_after(tuple(lora_path.encode()))
+
+
+def _entry_after(tokens: Sequence[int], entry: int = 0) -> int:
     for token in tokens:
         entry = _next_entry(entry, token)
     return entry

@@ -66,6 +66,8 @@ class EngineCoreRequest:
     """Part of the hash of the prompt's first block."""
     reasoning_ended: bool | None = None
     """As `GenerateRequest.reasoning_ended`."""
+    lora: str | None = None
+    """As `GenerateRequest.lora`."""
 
 
 @attrs.frozen
@@ -245,6 +247,45 @@ class GetStats(Call[CoreStats]):
 
 
 @attrs.frozen
+class AddLoRA(Call[None]):
+    """Read an adapter from a folder of the core's machine (PEFT's format), for requests that name it.
+
+    Where there are as many as fit, the one is forgotten that was not used for longest.
+    """
+
+    name: str
+    path: str
+
+
+@attrs.frozen
+class RemoveLoRA(Call[None]):
+    """Refuse further requests of an adapter. Those that are there go on to their ends."""
+
+    name: str
+
+
+@attrs.frozen
+class LoRAInfo:
+    """An adapter that requests may name."""
+
+    name: str
+    path: str
+    is_pinned: bool
+
+
+@attrs.frozen
+class ListLoRAs(Call[tuple[LoRAInfo, ...]]):
+    """The adapters that requests may name."""
+
+
+@attrs.frozen
+class PinLoRA(Call[None]):
+    """Keep an adapter in memory and in its slot, however many others come."""
+
+    name: str
+
+
+@attrs.frozen
 class CallRequest:
     """Run an operation; a `Reply` with the same `call_id` follows."""
 
@@ -384,5 +425,9 @@ CALLS: tuple[type[Call[object]], ...] = (
     WakeUp,
     IsSleeping,
     GetStats,
+    AddLoRA,
+    RemoveLoRA,
+    ListLoRAs,
+    PinLoRA,
 )
 """Every operation. The place in this tuple is its tag on the wire."""

@@ -7,6 +7,8 @@ import attrs
 
 from trioengine.types.params import SamplingParams
 
+MAX_LORA_NAME_CHARS = 256
+
 ChatMessage: TypeAlias = Mapping[str, object]
 """One message as the chat template sees it: `role`, `content` (a string) and whatever else the template reads."""
 
@@ -58,6 +60,8 @@ class GenerateRequest:
     """Lower values come first, where the engine's `scheduling_policy` is "priority"."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    lora: str | None = None
+    """The name of the LoRA adapter that changes the model for it; None is the model itself."""
     reasoning_ended: bool | None = None
     """Whether `structured_outputs` binds from the first token on, where the engine has a reasoning parser; None lets
     the prompt decide."""

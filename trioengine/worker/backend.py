@@ -10,6 +10,7 @@ from trioengine_kernels.native.sampler import SampledTokens, SamplingArrays
 
 from trioengine.core.executor import KVCacheGroup
 from trioengine.models.config import ModelConfig
+from trioengine.models.lora import LoRA
 
 
 @attrs.frozen(eq=False)
@@ -31,6 +32,8 @@ class StepBatch:
     this step have left behind the group's window are -1, or blocks of others."""
     logit_rows: NDArray[np.int32]
     """[num_logit_rows]: the tokens whose successors are wanted."""
+    lora_slots: NDArray[np.int32] | None = None
+    """[num_tokens]: the slot of each token's adapter, 0 where it has none. None is 0 for all."""
 
 
 class Memory(Protocol):
@@ -85,6 +88,10 @@ class Backend(Memory, Protocol):
     @property
     def vocab_size(self) -> int:
         """Tokens of the model: ids 0 to `vocab_size - 1`."""
+        ...
+
+    def load_lora(self, slot: int, lora: LoRA) -> None:
+        """Put an adapter into a slot, 1 or above; what was there is forgotten. It stays there whatever sleeps."""
         ...
 
     def compute(self, batch: StepBatch) -> None:

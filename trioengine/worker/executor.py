@@ -11,6 +11,7 @@ import numpy as np
 from trioengine.config.engine import LogprobsMode
 from trioengine.core.executor import BlockCopy, KVCacheGroup, ScheduledSequence, StepPlan, StepResult
 from trioengine.errors import UnavailableError
+from trioengine.models.lora import LoRA
 from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.types.params import SamplingParams
 from trioengine.worker.backend import Backend, Memory
@@ -38,7 +39,9 @@ class LocalExecutor:
         logits_processors: LogitsProcessors | None = None,
         bad_words_rules: BadWordsRules | None = None,
         is_asynchronous: bool = False,
+        read_lora: Callable[[str], LoRA] | None = None,
     ) -> None:
+        """`read_lora` reads an adapter, as `Executor.add_lora` says; without there are none."""
         self.kv_cache_groups: Sequence[KVCacheGroup] = backend.kv_cache_groups
         self.num_offload_blocks = 0 if offload_store is None else offload_store.num_slots
         self._backend: Backend | None = backend
@@ -54,10 +57,21 @@ class LocalExecutor:
         )
         self._thread = _StepThread(self._run) if is_asynchronous else None
         self._results: deque[StepResult] = deque()
+        self._read_lora = read_lora
+        self._loras: dict[int, LoRA] = {}
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """As `Executor.check_sampling`."""
         self._logits_processors.check(sampling)
+
+    def add_lora(self, lora_id: int, path: str) -> None:
+        """As `Executor.add_lora`. Read in the caller's thread; the steps submitted go on meanwhile."""
+        assert self._read_lora is not None, "without adapters"
+        self._loras[lora_id] = self._read_lora(path)
+
+    def remove_lora(self, lora_id: int) -> None:
+        """As `Executor.remove_lora`."""
+        del self._loras[lora_id]
 
     def sleep(self, level: int) -> None:
         """As `Executor.sleep`. The offload store is empty afterwards, too."""
@@ -83,11 +97,13 @@ class LocalExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Compute a step, or have it computed."""
         assert self._runner is not None, "closed"
+        # Now, as the core may have removed them when the step is computed.
+        loras = [(load.slot, self._loras[load.lora_id]) for load in plan.lora_loads]
         if self._thread is None:
-            self._results.append(self._run(plan))
+            self._results.append(self._run(plan, loras))
         else:
             # The core changes its `ScheduledSequence`s for the next plan; the rest it leaves alone.
-            self._thread.submit(attrs.evolve(plan, scheduled=[_copy(each) for each in plan.scheduled]))
+            self._thread.submit(attrs.evolve(plan, scheduled=[_copy(each) for each in plan.scheduled]), loras)
 
     def result(self) -> StepResult:
         """What the oldest step not yet fetched sampled."""
@@ -104,9 +120,13 @@ class LocalExecutor:
         self._backend = self._runner = None
         self._memories = ()
         self._results.clear()
+        self._loras.clear()
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, loras: Sequence[tuple[int, LoRA]]) -> StepResult:
         assert self._runner is not None
+        assert self._backend is not None
+        for slot, lora in loras:
+            self._backend.load_lora(slot, lora)
         failed_loads = self._copy_blocks(plan) if plan.saves or plan.loads else ()
         result = self._runner.run(plan)
         return attrs.evolve(result, failed_loads=failed_loads) if failed_loads else result
@@ -135,16 +155,16 @@ class LocalExecutor:
 class _StepThread:
     """Computes steps one after another, in the order in which they come."""
 
-    def __init__(self, run: Callable[[StepPlan], StepResult]) -> None:
+    def __init__(self, run: Callable[[StepPlan, Sequence[tuple[int, LoRA]]], StepResult]) -> None:
         self._run = run
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[StepPlan, Sequence[tuple[int, LoRA]]] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         # A daemon: a step that never ends must not keep a process alive that wants to end.
         self._thread = threading.Thread(target=self._loop, name="trioengine-step", daemon=True)
         self._thread.start()
 
-    def submit(self, plan: StepPlan) -> None:
-        self._plans.put(plan)
+    def submit(self, plan: StepPlan, loras: Sequence[tuple[int, LoRA]]) -> None:
+        self._plans.put((plan, loras))
 
     def result(self) -> StepResult:
         result = self._results.get()
@@ -161,7 +181,7 @@ class _StepThread:
     def _loop(self) -> None:
         while (plan := self._plans.get()) is not None:
             try:
-                self._results.put(self._run(plan))
+                self._results.put(self._run(*plan))
             except BaseException as error:  # It belongs to whoever fetches the result.
                 self._results.put(error)
                 return

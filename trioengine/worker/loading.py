@@ -20,6 +20,7 @@ from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, R
 from trioengine.errors import ConfigError, EngineStartError
 from trioengine.models.config import ModelConfig
 from trioengine.models.loader import Checkpoint, ReportFraction, open_checkpoint
+from trioengine.models.lora import read_lora
 from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.worker.backend import Backend
@@ -53,7 +54,7 @@ class Computer:
             num_bytes = kv_groups[number].bytes_per_token + draft_model.num_layers * self._kv_bytes(draft_model)
             kv_groups[number] = attrs.evolve(kv_groups[number], bytes_per_token=num_bytes)
         return ModelShape(
-            num_parameters=model.num_parameters,
+            num_parameters=model.num_active_parameters,
             max_position_embeddings=model.max_position_embeddings,
             kv_groups=kv_groups,
             vocab_size=model.vocab_size,
@@ -141,6 +142,8 @@ def load_executor(
     draft: Checkpoint | None = None,
     tokenizer: Callable[[], Tokenizer] | None = None,
     report: ReportFraction | None = None,
+    max_loras: int = 0,
+    max_lora_rank: int = 0,
 ) -> LocalExecutor:
     """Load a model and make it ready to compute.
 
@@ -148,7 +151,7 @@ def load_executor(
 
     Args:
         checkpoint: the model.
-        config: all but `max_model_len` are used.
+        config: its sizes.
         computer: what computes.
         quantization: of the weights, as `EngineConfig.quantization`.
         kv_offload_path: as `EngineConfig.kv_offload_path`.
@@ -156,6 +159,8 @@ def load_executor(
         draft: the draft model.
         tokenizer: loads the model's tokenizer, or has it; called when bad words need it. None loads it anew.
         report: called with the share of the weights that is loaded.
+        max_loras: slots for adapters.
+        max_lora_rank: as `EngineConfig.max_lora_rank`.
 
     Raises:
         CheckpointError: as `load_model` says.
@@ -163,7 +168,7 @@ def load_executor(
         EngineStartError: there is no memory for the weights or the KV cache.
     """
     try:
-        backend = _load_backend(checkpoint, config, computer, quantization, report)
+        backend = _load_backend(checkpoint, config, computer, quantization, report, max_loras)
         draft_model = None if draft is None else _load_draft_model(draft, backend, config, computer, quantization)
         offload_store = _offload_store(backend, config.num_offload_blocks, kv_offload_path)
     except MemoryError as error:
@@ -183,6 +188,7 @@ def load_executor(
             checkpoint.config.vocab_size,
         ),
         is_asynchronous=config.async_scheduling,
+        read_lora=partial(read_lora, config=checkpoint.config, max_rank=max_lora_rank),
     )
 
 
@@ -192,6 +198,7 @@ def _load_backend(
     computer: Computer,
     quantization: Quantization | None,
     report: ReportFraction | None = None,
+    max_loras: int = 0,
 ) -> Backend:
     if computer.library is None:
         from trioengine.worker.torch_backend import load_torch_backend
@@ -199,7 +206,7 @@ def _load_backend(
         return load_torch_backend(checkpoint, config, report)
     from trioengine.worker.native_backend import load_native_backend
 
-    return load_native_backend(checkpoint, config, computer.library, quantization, report)
+    return load_native_backend(checkpoint, config, computer.library, quantization, report, max_loras)
 
 
 def _load_draft_model(

@@ -164,6 +164,7 @@ class ModelRunner:
             block_size=self._block_size,
             num_blocks=self._num_blocks,
             block_groups=range(len(self._num_blocks)),
+            has_loras=True,
         )
 
     def _sample(self, wanted: LogitRows, masks: TokenMasks | None) -> "_Sampled":

@@ -14,7 +14,8 @@ from trioengine.config import env
 from trioengine.config.engine import Quantization
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
-from trioengine.models.native_ops import NativeModel, load_native_model, record
+from trioengine.models.lora import LoRA
+from trioengine.models.native_ops import NativeLoRAs, NativeModel, load_native_model, record
 from trioengine.worker.backend import StepBatch, kv_cache_groups
 
 
@@ -24,6 +25,7 @@ def load_native_backend(
     library: Library,
     quantization: Quantization | None = None,
     report: ReportFraction | None = None,
+    max_loras: int = 0,
 ) -> "NativeBackend":
     """Read a model, pack its weights, and make its cache and threads.
 
@@ -44,6 +46,7 @@ def load_native_backend(
         block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens,
         max_logit_rows=config.max_num_logit_rows,
+        max_loras=max_loras,
     )
 
 
@@ -64,8 +67,10 @@ class NativeBackend:
         block_size: int,
         max_tokens: int,
         max_logit_rows: int,
+        max_loras: int = 0,
     ) -> None:
-        """`reload` reads the same model again; `num_blocks` is for each of its KV groups."""
+        """`reload` reads the same model again; `num_blocks` is for each of its KV groups; `max_loras` is the number of
+        slots for adapters."""
         self.vocab_size = model.config.vocab_size
         self.block_size = block_size
         self.kv_cache_groups = kv_cache_groups(model.config, num_blocks)
@@ -74,7 +79,11 @@ class NativeBackend:
         self._pool = pool
         self._reload = reload
         self._record = functools.partial(record, library=library, max_tokens=max_tokens, max_logit_rows=max_logit_rows)
-        self._program: Program | None = self._record(model)
+        self._max_loras = max_loras
+        self._loras: dict[int, LoRA] = {}
+        self._slots: NativeLoRAs | None = None
+        self._program: Program | None = None
+        self._make_program(model)
         self._sampler = NativeSampler(library, pool)
         self._logits: NDArray[np.float32] = np.empty((0, self.vocab_size), np.float32)
         self._kv_caches: Sequence[KVCache] = ()
@@ -82,7 +91,7 @@ class NativeBackend:
 
     def drop_weights(self) -> None:
         """As `Memory.drop_weights`."""
-        self._program = None
+        self._program = self._slots = None
         # It may be a view of the program's memory.
         self._logits = np.empty((0, self.vocab_size), np.float32)
         self._library.drop_arena()
@@ -90,7 +99,7 @@ class NativeBackend:
     def load_weights(self) -> None:
         """As `Memory.load_weights`."""
         if self._program is None:
-            self._program = self._record(self._reload())
+            self._make_program(self._reload())
 
     def drop_kv_cache(self) -> None:
         """As `Memory.drop_kv_cache`."""
@@ -113,6 +122,13 @@ class NativeBackend:
         """As `Backend.kv_block`."""
         return self._kv_caches[group].block(block_id)
 
+    def load_lora(self, slot: int, lora: LoRA) -> None:
+        """As `Backend.load_lora`."""
+        assert 1 <= slot <= self._max_loras
+        self._loras[slot] = lora
+        if self._slots is not None:
+            self._slots.load(slot, lora)
+
     def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
         assert self._program is not None, "asleep"
@@ -124,6 +140,7 @@ class NativeBackend:
             seq_lens=batch.seq_lens,
             block_table=batch.block_table,
             logit_rows=batch.logit_rows,
+            lora_slots=batch.lora_slots,
         )
         self._logits = self._program.run(step, self._kv_caches, self._pool)
 
@@ -134,3 +151,11 @@ class NativeBackend:
     def sample(self, arrays: SamplingArrays) -> SampledTokens:
         """As `Backend.sample`."""
         return self._sampler.sample(self._logits, arrays)
+
+    def _make_program(self, model: NativeModel) -> None:
+        slots = NativeLoRAs(model, self._max_loras) if self._max_loras else None
+        program = self._record(model, loras=slots)
+        if slots is not None:
+            for slot, lora in self._loras.items():
+                slots.load(slot, lora)
+        self._program, self._slots = program, slots

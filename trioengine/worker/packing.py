@@ -30,6 +30,7 @@ def pack_step(
     block_size: int,
     num_blocks: Sequence[int],
     block_groups: Sequence[int],
+    has_loras: bool = False,
 ) -> StepBatch:
     """The tokens of these sequences, one after another.
 
@@ -39,6 +40,7 @@ def pack_step(
         block_size: tokens of a block.
         num_blocks: of each group of the sequences' block tables.
         block_groups: for each KV group of the model the group whose blocks it uses.
+        has_loras: whether the sequences' adapters are computed.
     """
     firsts = np.array([each.first for each in ranges], np.int32)
     ends = np.array([each.end for each in ranges], np.int32)
@@ -60,6 +62,9 @@ def pack_step(
     # A wrong block id would overwrite another sequence's memory.
     assert blocks.min() >= 0
     assert (block_table.max(axis=(1, 2)) < np.array(num_blocks)[list(block_groups)]).all()
+    lora_slots = None
+    if has_loras and any(each.state.lora_slot for each in ranges):
+        lora_slots = np.array([each.state.lora_slot for each in ranges], np.int32)[owners]
     return StepBatch(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
@@ -68,4 +73,5 @@ def pack_step(
         seq_lens=ends,
         block_table=block_table,
         logit_rows=np.array(logit_rows, np.int32),
+        lora_slots=lora_slots,
     )

@@ -59,6 +59,8 @@ class SequenceState:
     """Why this sequence cannot be computed."""
     processors: Sequence[BoundProcessor] = ()
     """Custom ones."""
+    lora_slot: int = 0
+    """Of its adapter; 0 is none."""
     row: int = -1
     """Its row in the `SamplingTable`."""
     block_ids: NDArray[np.int32] = attrs.field(factory=lambda: np.empty(0, np.int32))
@@ -87,6 +89,7 @@ def sequence_state(new: NewSequence, vocab_size: int, bad_words: BadWords | None
         seed=new.seed % 2**64,
         rules=_NO_RULES if is_wrong else _token_rules(new, bad_words),
         failure=failure,
+        lora_slot=new.lora_slot,
     )
 
 

@@ -11,7 +11,8 @@ from trioengine_kernels.paged_attention import plan_attention
 
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.models.loader import Checkpoint, ReportFraction
-from trioengine.models.torch_ops import DecoderInput, TorchModel, TorchOps, load_torch_model
+from trioengine.models.lora import LoRA
+from trioengine.models.torch_ops import DecoderInput, TorchLoRAs, TorchModel, TorchOps, load_torch_model
 from trioengine.worker.backend import StepBatch, kv_cache_groups
 from trioengine.worker.kv_cache import TorchKVCache
 from trioengine.worker.sampler import sample_rows
@@ -40,7 +41,12 @@ class TorchBackend:
     """A model of tensors and its KV cache."""
 
     def __init__(
-        self, model: TorchModel, *, reload: Callable[[], TorchModel], num_blocks: Sequence[int], block_size: int
+        self,
+        model: TorchModel,
+        *,
+        reload: Callable[[], TorchModel],
+        num_blocks: Sequence[int],
+        block_size: int,
     ) -> None:
         """`reload` reads the same model again; `num_blocks` is for each of its KV groups."""
         self.vocab_size = model.config.vocab_size
@@ -49,18 +55,23 @@ class TorchBackend:
         self._config = model.config
         self._model: TorchModel | None = model
         self._reload = reload
+        self._loras: dict[int, LoRA] = {}
+        self._slots: TorchLoRAs | None = None
+        self._fill_slots()
         self._logits = torch.empty(0, self.vocab_size)
         self._kv_caches: Sequence[TorchKVCache] = ()
         self.make_kv_cache()
 
     def drop_weights(self) -> None:
         """As `Memory.drop_weights`."""
-        self._model = None
+        self._model = self._slots = None
         self._logits = torch.empty(0, self.vocab_size)
 
     def load_weights(self) -> None:
         """As `Memory.load_weights`."""
-        self._model = self._model or self._reload()
+        if self._model is None:
+            self._model = self._reload()
+            self._fill_slots()
 
     def drop_kv_cache(self) -> None:
         """As `Memory.drop_kv_cache`."""
@@ -83,12 +94,24 @@ class TorchBackend:
         """As `Backend.kv_block`."""
         return self._kv_caches[group].block(block_id)
 
+    def load_lora(self, slot: int, lora: LoRA) -> None:
+        """As `Backend.load_lora`."""
+        self._loras[slot] = lora
+        self._fill_slots()
+
+    def _fill_slots(self) -> None:
+        self._slots = None
+        if self._model is not None and self._loras:
+            self._slots = TorchLoRAs(self._model)
+            for slot, lora in self._loras.items():
+                self._slots.load(slot, lora)
+
     @torch.inference_mode()
     def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
         assert self._model is not None, "asleep"
         kv_cache = [cache.layers for cache in self._kv_caches]
-        self._logits = self._model.decoder.forward(TorchOps(self._input(batch), kv_cache))
+        self._logits = self._model.decoder.forward(TorchOps(self._input(batch), kv_cache, self._slots))
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """As `Backend.copy_logits`."""
@@ -115,4 +138,5 @@ class TorchBackend:
                 for block_table, group in zip(batch.block_table, self.kv_cache_groups, strict=True)
             ],
             logit_rows=torch.from_numpy(batch.logit_rows).long(),
+            lora_slots=None if batch.lora_slots is None else torch.from_numpy(batch.lora_slots),
         )

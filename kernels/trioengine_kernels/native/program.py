@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from trioengine_kernels.native import structures as c
 from trioengine_kernels.native.buffers import BufferPlan
 from trioengine_kernels.native.library import Library, ThreadPool
+from trioengine_kernels.native.lora import LoraTable
 from trioengine_kernels.native.structures import Activation, OpKind
 from trioengine_kernels.native.tiles import WeightTiles
 
 KV_TOKENS = 16
 """Tokens that lie together in the cache; a block is a multiple."""
+_NO_LORA_OP = (1 << 31) - 2
+"""Any slot may be named where no operation looks."""
 MAX_OPS = 4096
 """`TE_MAX_OPS`."""
 
@@ -51,6 +54,8 @@ class StepArrays:
     those whose tokens all its queries of this step have left behind the group's window, are not read."""
     logit_rows: Ints
     """[num_logit_rows]: the tokens whose logits are wanted."""
+    lora_slots: Ints | None = None
+    """[num_tokens]: each token's slot of the `LoraTable`s, 0 is none. None is 0 for all, and costs nothing."""
 
 
 class KVCache:
@@ -162,6 +167,7 @@ class ProgramBuilder:
         """By a buffer's address: that of its quantized form."""
         self._rope_tables: dict[tuple[bytes, float], int] = {}
         self._kv_groups: list[_KVGroup] = []
+        self._num_lora_slots = _NO_LORA_OP
 
     def embedding(self, tiles: WeightTiles, multiplier: float = 1.0) -> Buffer:
         """The rows of the step's token ids, times the multiplier."""
@@ -214,6 +220,21 @@ class ProgramBuilder:
             self._add(OpKind.LINEAR, x, linear=linear)
             first += tiles.rows
         return out
+
+    def lora(self, x: Buffer, out: Buffer, table: LoraTable) -> None:
+        """Add to `out`, in place, what each token's adapter makes of `x`.
+
+        Adapters are put into the table later, while no step runs.
+        """
+        if x.width != table.num_columns or out.width < table.num_rows or x.is_for_logits != out.is_for_logits:
+            raise ValueError(f"An adapter of [{table.num_rows}, {table.num_columns}] does not fit the product.")
+        self._kept.append(table)
+        self._num_lora_slots = min(self._num_lora_slots, table.num_slots)
+        self._read(x)
+        self._read(out)
+        lora = c.Lora(x.address, out.address, table.address, x.width, out.width, table.num_parts)
+        self._add(OpKind.LORA, out, lora=lora)
+        self._changed(out)
 
     def rope_write_kv(
         self,
@@ -465,6 +486,7 @@ class ProgramBuilder:
             head_dim=self._head_dim,
             kv_groups=self._kv_groups,
             vocab_size=self._vocab_size,
+            num_lora_slots=self._num_lora_slots,
         )
 
     def _norm(self, x: Buffer, residual: Buffer | None, weight: Floats, epsilon: float) -> Buffer:
@@ -604,6 +626,7 @@ class Program:
         head_dim: int,
         kv_groups: Sequence[_KVGroup],
         vocab_size: int,
+        num_lora_slots: int,
     ) -> None:
         assert library.function("te_op_bytes", ctypes.c_size_t)() == ctypes.sizeof(c.Op)
         assert library.function("te_step_bytes", ctypes.c_size_t)() == ctypes.sizeof(c.Step)
@@ -617,6 +640,7 @@ class Program:
         self._head_dim = head_dim
         self._kv_groups = tuple(kv_groups)
         self._vocab_size = vocab_size
+        self._num_lora_slots = num_lora_slots
         self._run = library.function("te_program_run", c_int32, c_void_p, c_void_p, c_void_p)
         self._destroy = library.function("te_program_destroy", None, c_void_p)
         create = library.function("te_program_create", c_void_p, c_void_p, c_int32)
@@ -660,6 +684,7 @@ class Program:
             step.block_table.shape[2],
             *addresses,
             ctypes.addressof(structures),
+            None if step.lora_slots is None else _address(step.lora_slots),
         )
         if not self._run(self._handle, pool.handle, ctypes.addressof(structure)):
             raise MemoryError("There is no memory for the step.")
@@ -668,6 +693,12 @@ class Program:
     def _check(self, step: StepArrays, caches: Sequence[KVCache]) -> None:
         num_tokens, num_seqs, num_groups = len(step.token_ids), len(step.seq_lens), len(caches)
         arrays = [getattr(step, field.name) for field in attrs.fields(StepArrays)]
+        if step.lora_slots is None:
+            arrays.pop()
+        elif len(step.lora_slots) != num_tokens:
+            raise ValueError("Each token has a slot.")
+        else:
+            _check_range(step.lora_slots, self._num_lora_slots + 1)
         if any(array.dtype != np.int32 or not array.flags.c_contiguous for array in arrays):
             raise ValueError("The arrays of a step must be contiguous int32.")
         if num_groups < len(self._kv_groups):

@@ -29,6 +29,7 @@ class OpKind(enum.IntEnum):
     GATHER_ROWS = 14
     EXPERT_LINEAR = 15
     MIX_EXPERTS = 16
+    LORA = 17
 
 
 class Activation(enum.IntEnum):
@@ -207,6 +208,31 @@ class MixExperts(ctypes.Structure):
     ]
 
 
+class LoraPart(ctypes.Structure):
+    """`TeLoraPart`."""
+
+    _fields_ = [
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("rank", c_int32),
+        ("first_row", c_int32),
+        ("num_rows", c_int32),
+    ]
+
+
+class Lora(ctypes.Structure):
+    """`TeLora`."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("parts", c_void_p),
+        ("columns", c_int32),
+        ("width", c_int32),
+        ("num_parts", c_int32),
+    ]
+
+
 class _Body(ctypes.Union):
     _fields_ = [
         ("embedding", Embedding),
@@ -225,6 +251,7 @@ class _Body(ctypes.Union):
         ("gather", GatherRows),
         ("expert_linear", ExpertLinear),
         ("mix", MixExperts),
+        ("lora", Lora),
     ]
 
 
@@ -257,6 +284,7 @@ _MEMBERS = {
     OpKind.GATHER_ROWS: "gather",
     OpKind.EXPERT_LINEAR: "expert_linear",
     OpKind.MIX_EXPERTS: "mix",
+    OpKind.LORA: "lora",
 }
 
 
@@ -289,4 +317,5 @@ class Step(ctypes.Structure):
         ("block_table", c_void_p),
         ("logit_rows", c_void_p),
         ("caches", c_void_p),
+        ("lora_slots", c_void_p),
     ]

@@ -10,6 +10,7 @@ import pytest
 from trioengine.config.engine import SchedulingPolicy
 from trioengine.core.executor import NO_TOKEN, KVCacheGroup, SequenceFailure, StepPlan, StepResult
 from trioengine.core.kv_cache_manager import KVCacheManager
+from trioengine.core.lora import LoRAAdapters
 from trioengine.core.request import Request, RequestStatus, make_request
 from trioengine.core.scheduler import Scheduler
 from trioengine.core.step import StepOutcome
@@ -28,7 +29,8 @@ class Steps:
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        self.scheduler = Scheduler(self.config, self.kv_cache)
+        loras = LoRAAdapters(0, 0, lambda _id, _path: None, lambda _id: None)
+        self.scheduler = Scheduler(self.config, self.kv_cache, loras)
         self.requests: list[Request] = []
         self._num_known: dict[int, int] = {}  # As the executor has them, tokens that are on their way included.
         self._tokens: deque[tuple[int, list[int]]] = deque()

@@ -28,6 +28,7 @@ from trioengine.types.codec import (
 from trioengine.types.messages import (
     CALLS,
     AbortRequests,
+    AddLoRA,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -46,11 +47,14 @@ from trioengine.types.messages import (
     IsPaused,
     IsSleeping,
     KVCacheEvents,
+    ListLoRAs,
     LogprobColumns,
     ModelFacts,
     PauseGeneration,
     PauseMode,
+    PinLoRA,
     Ready,
+    RemoveLoRA,
     Reply,
     ResetPrefixCache,
     ResumeGeneration,
@@ -104,7 +108,7 @@ LOGPROBS = LogprobColumns(
 
 MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
     "EngineCoreRequest": EngineCoreRequest(
-        1, "id/0", b"\1\0\0\0\2\0\0\0", SAMPLING, 2**64 - 1, (2, 5), -1, "salt", True
+        1, "id/0", b"\1\0\0\0\2\0\0\0", SAMPLING, 2**64 - 1, (2, 5), -1, "salt", True, "polite"
     ),
     "EngineCoreRequest, defaults": EngineCoreRequest(0, "", b"\0\0\0\0", SamplingParams(), 0),
     "AbortRequests": AbortRequests((0, 300)),
@@ -119,6 +123,10 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
     "CallRequest WakeUp": CallRequest(13, WakeUp(("kv_cache",))),
     "CallRequest IsSleeping": CallRequest(14, IsSleeping()),
     "CallRequest GetStats": CallRequest(15, GetStats()),
+    "CallRequest AddLoRA": CallRequest(16, AddLoRA("polite", "/adapters/polite")),
+    "CallRequest RemoveLoRA": CallRequest(17, RemoveLoRA("polite")),
+    "CallRequest ListLoRAs": CallRequest(18, ListLoRAs()),
+    "CallRequest PinLoRA": CallRequest(19, PinLoRA("polite")),
     "Stop": Stop(),
     "Starting": Starting("loading the weights", 0.25),
     "Ready": Ready(ModelFacts(2048, 49152, (2, 0), 20), 100, 16, {"max_num_seqs": "256: as configured"}),

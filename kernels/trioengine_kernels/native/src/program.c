@@ -145,7 +145,7 @@ static int32_t expert_strips(const TeProgram *program, const TeTiles *tiles)
 static int32_t num_chunks(const TeProgram *program, const TeOp *op)
 {
     const int32_t rows = rows_of(program, op);
-    if (rows == 0)
+    if (rows == 0 || (op->kind == TE_OP_LORA && !program->step.lora_slots))
         return 0;
     switch (op->kind) {
     case TE_OP_LINEAR: {
@@ -304,6 +304,14 @@ static void rope_write_row(const TeRopeWrite *rope, const TeStep *step, int64_t 
                              step->slots[(int64_t)rope->kv_group * step->num_tokens + row]);
 }
 
+static void lora_row(const TeLora *lora, const TeStep *step, int64_t row, int64_t token)
+{
+    const TeLoraPart *parts = lora->parts + (int64_t)step->lora_slots[token] * lora->num_parts;
+    for (int32_t i = 0; i < lora->num_parts; i++)
+        if (parts[i].rank)
+            te_kernels()->lora(&parts[i], lora->x + row * lora->columns, lora->columns, lora->out + row * lora->width);
+}
+
 static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
 {
     const TeKernels *kernels = te_kernels();
@@ -330,6 +338,9 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
         break;
     case TE_OP_ADD:
         kernels->add(op->add.x + row * op->add.width, op->add.residual + row * op->add.width, op->add.width);
+        break;
+    case TE_OP_LORA:
+        lora_row(&op->lora, step, row, op->is_for_logits ? step->logit_rows[row] : row);
         break;
     case TE_OP_ROPE_TABLE:
         rope_table_row(&op->rope_table, step->positions[row], op->rope_table.out + row * 2 * op->rope_table.half);

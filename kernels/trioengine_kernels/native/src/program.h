@@ -21,7 +21,8 @@ typedef enum {
     TE_OP_GROUP_BY_EXPERT = 13,
     TE_OP_GATHER_ROWS = 14,
     TE_OP_EXPERT_LINEAR = 15,
-    TE_OP_MIX_EXPERTS = 16
+    TE_OP_MIX_EXPERTS = 16,
+    TE_OP_LORA = 17
 } TeOpKind;
 
 typedef struct {
@@ -102,6 +103,15 @@ typedef struct {
     float cap;
 } TeSoftCap;
 
+typedef struct {
+    const float *x; /* [tokens, columns] */
+    float *out;     /* [tokens, width]; what adapters say is added */
+    const TeLoraPart *parts; /* [slots + 1][num_parts] */
+    int32_t columns;
+    int32_t width;
+    int32_t num_parts;
+} TeLora;
+
 /* ---- mixtures of experts: rows of tokens are put beside each other by the experts that they go through ---- */
 
 typedef struct {
@@ -168,6 +178,7 @@ typedef struct {
         TeGatherRows gather;
         TeExpertLinear expert_linear;
         TeMixExperts mix;
+        TeLora lora;
     };
 } TeOp;
 

@@ -125,7 +125,17 @@ typedef struct {
     const int32_t *block_table; /* [KV groups][sequences][max_blocks] */
     const int32_t *logit_rows;
     const TeCache *caches; /* [KV groups] */
+    const int32_t *lora_slots; /* [tokens]: 0 is no adapter; null where that holds for all */
 } TeStep;
+
+/* What an adapter adds to `num_rows` outputs of a product of so many columns: b^T (a^T x). */
+typedef struct {
+    const float *a; /* [columns][rank, rounded up to 16] */
+    const float *b; /* [rank][num_rows] */
+    int32_t rank;   /* 0: nothing */
+    int32_t first_row;
+    int32_t num_rows;
+} TeLoraPart;
 
 /* ---- kernels of one kind of processor (variants/kernels.c, compiled once for each) ---- */
 
@@ -145,6 +155,7 @@ typedef struct {
     void (*rms_norm)(const float *x, float *residual, const float *weight, float epsilon, int32_t width, float *out,
                      TeGroup *groups);
     void (*add)(const float *x, float *residual, int32_t width);
+    void (*lora)(const TeLoraPart *part, const float *x, int32_t columns, float *out);
     /* x = cap * tanh(x / cap) */
     void (*soft_cap)(float *x, int32_t width, float cap);
     /* Columns [first, end), multiples of 32 or the width. */

@@ -206,6 +206,46 @@ static void rope_write(float *qkv, const float *cos_sin, int32_t half, int32_t n
     }
 }
 
+/* One token: sixteen ranks at a time, whose values are the sums of four, each of every fourth column. */
+static void lora(const TeLoraPart *part, const float *x, int32_t columns, float *out)
+{
+    const int32_t stride = (part->rank + 15) / 16 * 16;
+    out += part->first_row;
+    for (int32_t first = 0; first < part->rank; first += 16) {
+        const float *a = part->a + first;
+        vf sums[4][2];
+        for (int32_t i = 0; i < 4; i++)
+            sums[i][0] = sums[i][1] = vf_zero();
+        int32_t column = 0;
+        for (; column + 4 <= columns; column += 4)
+            for (int32_t i = 0; i < 4; i++, a += stride) {
+                const vf value = vf_set(x[column + i]);
+                sums[i][0] = vf_fma(value, vf_load(a), sums[i][0]);
+                sums[i][1] = vf_fma(value, vf_load(a + 8), sums[i][1]);
+            }
+        for (; column < columns; column++, a += stride) {
+            const vf value = vf_set(x[column]);
+            sums[0][0] = vf_fma(value, vf_load(a), sums[0][0]);
+            sums[0][1] = vf_fma(value, vf_load(a + 8), sums[0][1]);
+        }
+        float hidden[16];
+        vf_store(hidden, (sums[0][0] + sums[1][0]) + (sums[2][0] + sums[3][0]));
+        vf_store(hidden + 8, (sums[0][1] + sums[1][1]) + (sums[2][1] + sums[3][1]));
+        const int32_t count = TE_MIN(16, part->rank - first);
+        const float *b = part->b + (int64_t)first * part->num_rows;
+        int32_t row = 0;
+        for (; row + 8 <= part->num_rows; row += 8) {
+            vf sum = vf_load(out + row);
+            for (int32_t i = 0; i < count; i++)
+                sum = vf_fma(vf_set(hidden[i]), vf_load(b + (int64_t)i * part->num_rows + row), sum);
+            vf_store(out + row, sum);
+        }
+        for (; row < part->num_rows; row++)
+            for (int32_t i = 0; i < count; i++)
+                out[row] += hidden[i] * b[(int64_t)i * part->num_rows + row];
+    }
+}
+
 static void embedding(const TeTiles *tiles, int32_t row, float *out)
 {
     const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);

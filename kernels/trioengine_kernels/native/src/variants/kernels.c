@@ -13,6 +13,7 @@ const TeKernels TE_TABLE(TE_VARIANT) = {
     .embedding = embedding,
     .rms_norm = rms_norm,
     .add = add,
+    .lora = lora,
     .soft_cap = soft_cap,
     .gated = gated,
     .rope_write = rope_write,
