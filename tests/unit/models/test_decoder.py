@@ -15,9 +15,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
+from trioengine_kernels.native.tiles import TileKind  # noqa: E402
 from trioengine_kernels.paged_attention import plan_attention  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
+from trioengine.config.engine import Quantization  # noqa: E402
 from trioengine.models.config import Activation, Rope  # noqa: E402
 from trioengine.models.decoder import Decoder, Rotation  # noqa: E402
 from trioengine.models.loader import LoadedModel, load_model, open_checkpoint  # noqa: E402
@@ -533,3 +535,17 @@ def test_of_a_model_that_sees_its_text_is_computed(tmp_path) -> None:
     theirs.save_pretrained(tmp_path)
     ours = load_model(open_checkpoint(ModelLocation(ModelKind.FOLDER, tmp_path, "tiny")), TorchWeights())
     assert worst_error(theirs, ours, [[21]], [21]) < TOLERANCE
+
+
+def test_a_router_is_not_quantized(tmp_path) -> None:
+    """Another expert is another answer; and it is small."""
+    models = Models(CASES["qwen3 moe"], tmp_path)
+    library = native_library()
+    quantized = models.load(NativeWeights(library, ThreadPool(library, 2), Quantization.INT8))
+    mlp = quantized.decoder.weights.layers[0].mlp
+    assert {tiles.kind for tiles in mlp.router} == {TileKind.F32}
+    assert {tiles.kind for expert in mlp.experts for tiles in (*expert.gate_up, *expert.down)} == {TileKind.INT8}
+    tokens = list(range(41))
+    logits = native_logits(quantized, tokens, [41])
+    assert np.array_equal(native_logits(quantized, tokens, [3, 16, 1, 21], num_threads=1), logits)
+    assert difference(logits, torch_logits(models.torch, tokens)) < 0.2

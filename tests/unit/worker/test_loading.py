@@ -18,7 +18,9 @@ from trioengine.config.engine import EngineConfig, Quantization  # noqa: E402
 from trioengine.config.resolve import KVGroupShape, ResolvedConfig  # noqa: E402
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
 from trioengine.errors import CheckpointError, ConfigError, EngineStartError  # noqa: E402
+from trioengine.models.config import LongRopeScaling, Rope  # noqa: E402
 from trioengine.models.loader import open_checkpoint  # noqa: E402
+from trioengine.models.torch_ops import load_torch_model  # noqa: E402
 from trioengine.runtime.build import build_engine_core  # noqa: E402
 from trioengine.testing.logits import torch_logits  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
@@ -70,6 +72,26 @@ def test_an_executor_loads_and_computes(location: ModelLocation, computer: Compu
     )
     assert len(executor.result().tokens) == 1
     executor.close()
+
+
+def test_frequencies_that_depend_on_the_context_are_those_of_max_model_len(
+    location: ModelLocation, computer: Computer
+) -> None:
+    checkpoint, prompt = open_checkpoint(location), [1, 2, 3, 4, 5, 6, 7, 8]
+    scaling = LongRopeScaling(
+        short_factors=(1.0,) * 4, long_factors=(9.0,) * 4, original_max_position_embeddings=32, attention_factor=1.2
+    )
+    changed = attrs.evolve(checkpoint.config, layer_ropes=(Rope(10000.0, scaling),) * 2)
+    checkpoint = attrs.evolve(checkpoint, config=changed)
+    found: list[int] = []
+    for max_model_len in (32, 64):
+        executor = load_executor(checkpoint, attrs.evolve(CONFIG, max_model_len=max_model_len), computer)
+        executor.submit(StepPlan(0, [ScheduledSequence(3, 0, 8, [5])], [NewSequence(3, prompt, 8, GREEDY, seed=0)]))
+        found.append(executor.result().tokens[0])
+        executor.close()
+        expected = torch_logits(load_torch_model(checkpoint, max_length=max_model_len), prompt)
+        assert found[-1] == expected[-1].argmax()
+    assert found[0] != found[1]
 
 
 def test_torch_gets_its_threads(location: ModelLocation) -> None:
