@@ -118,6 +118,8 @@ def folder_names(architecture: Architecture, root: str) -> Names:
 
 def _folder_names(architecture: Architecture) -> Names:
     match architecture:
+        case Architecture.GEMMA:
+            return attrs.evolve(_FOLDER, norm_offset=1.0)
         case Architecture.GEMMA2 | Architecture.GEMMA3:
             return attrs.evolve(_FOLDER, mlp_norm="model.layers.{}.pre_feedforward_layernorm", norm_offset=1.0)
         case Architecture.PHI3:

@@ -144,6 +144,13 @@ def family(tmp_path: Path, name: str, **changes: object):
     return from_folder(tmp_path, {"architectures": [name], **changes})
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", None])
+def test_gemma_means_the_approximation_with_tanh_whatever_its_files_say(tmp_path: Path, activation: object) -> None:
+    config = family(tmp_path, "GemmaForCausalLM", hidden_act=activation)
+    assert (config.activation, config.norm_placement) == (Activation.GELU_TANH, NormPlacement.BEFORE)
+    assert (config.head_dim, config.embedding_multiplier, config.has_tied_embeddings) == (256, 48**0.5, True)
+
+
 def test_switches_of_gemma_2(tmp_path: Path) -> None:
     """What its files leave out is as transformers has it; null is nothing."""
     config = family(tmp_path, "Gemma2ForCausalLM", num_hidden_layers=3, query_pre_attn_scalar=144)

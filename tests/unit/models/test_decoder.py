@@ -244,6 +244,15 @@ CASES = {
         {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 7},
         {"no windows": config(layer_windows=(None, None, None)), "rope everywhere": first_rotation_everywhere},
     ),
+    "gemma": Case(
+        "GemmaConfig",
+        {"head_dim": 8, "hidden_act": "gelu"},
+        {
+            "norm without 1": final_norm(lambda weight: weight - 1),
+            "SiLU": config(activation=Activation.SILU),
+            "no embedding multiplier": config(embedding_multiplier=1.0),
+        },
+    ),
     "gemma2": Case(
         "Gemma2Config",
         {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},

@@ -60,6 +60,7 @@ CASES = {
     "qwen2": Case("Qwen2Config", {}),
     "qwen3": Case("Qwen3Config", {"head_dim": 16}),
     "smollm3": Case("SmolLM3Config", {}),
+    "gemma": Case("GemmaConfig", {"head_dim": 16}),
     "gemma2": Case(
         "Gemma2Config",
         {
@@ -83,6 +84,10 @@ CASES = {
             "num_hidden_layers": 7,
             "rope_parameters": GEMMA3_ROPES,
         },
+    ),
+    "gemma3 27b's scale": Case(
+        "Gemma3TextConfig",
+        {"head_dim": 16, "query_pre_attn_scalar": 8, "sliding_window": 7, "num_hidden_layers": 62},
     ),
     "phi3": Case("Phi3Config", {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.75, **LONG_ROPE}),
     "phi3 with a window": Case("Phi3Config", {"sliding_window": 9}),

@@ -39,6 +39,8 @@ class Family:
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     activation: Activation = Activation.SILU
     activation_key: str = "hidden_act"
+    activation_names: Mapping[str, Activation] = MappingProxyType({})
+    """What this family calls an activation, besides what it is called everywhere."""
     has_output_bias: bool = True
     """A bias of queries, keys and values comes with one of the output projection."""
     has_scaled_embeddings: bool = False
@@ -113,6 +115,14 @@ FAMILIES: Mapping[Architecture, Family] = {
         windows=WindowRule.UNROTATED_IF_USED,
         unrotated_period=4,
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
+    ),
+    Architecture.GEMMA: Family(
+        class_name="GemmaForCausalLM",
+        gguf_name="gemma",
+        activation=Activation.GELU_TANH,
+        activation_names={"gelu": Activation.GELU_TANH},
+        has_scaled_embeddings=True,
+        defaults={"bos_token_id": 2, "head_dim": 256, "tie_word_embeddings": True},
     ),
     Architecture.GEMMA2: Family(
         class_name="Gemma2ForCausalLM",

@@ -55,11 +55,12 @@ def config_from_folder(folder: Path) -> ModelConfig:
 
 def _config(facts: Facts, architecture: Architecture, end_tokens: tuple[int, ...]) -> ModelConfig:
     family = FAMILIES[architecture]
+    activations = {**ACTIVATIONS, **family.activation_names}
     default = next(name for name, activation in ACTIVATIONS.items() if activation is family.activation)
     activation = facts.text(family.activation_key, default)
-    if activation not in ACTIVATIONS:
+    if activation not in activations:
         raise facts.error(
-            f"{family.activation_key} is {activation[:50]!r}, which is not supported; {', '.join(ACTIVATIONS)} are"
+            f"{family.activation_key} is {activation[:50]!r}, which is not supported; {', '.join(activations)} are"
         )
     hidden_size = facts.size("hidden_size")
     num_heads = facts.size("num_attention_heads")
@@ -80,7 +81,7 @@ def _config(facts: Facts, architecture: Architecture, end_tokens: tuple[int, ...
         rms_norm_epsilon=facts.number("rms_norm_eps", 1e-6),
         norm_placement=family.norm_placement,
         query_key_norm=family.query_key_norm,
-        activation=ACTIVATIONS[activation],
+        activation=activations[activation],
         experts=_experts(facts) if family.has_experts else None,
         layer_ropes=_ropes(facts, family, head_dim, windows),
         layer_windows=windows,

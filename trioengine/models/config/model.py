@@ -16,6 +16,7 @@ class Architecture(enum.StrEnum):
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     SMOLLM3 = "smollm3"
+    GEMMA = "gemma"
     GEMMA2 = "gemma2"
     GEMMA3 = "gemma3"
     PHI3 = "phi3"
