@@ -119,6 +119,12 @@ class IdleExecutor:
         self.kv_cache_groups = (KVCacheGroup(num_blocks),)
         self._results: list[StepResult] = []
 
+    def add_lora(self, lora_id: int, path: str) -> None:
+        """As `Executor.add_lora`: there are none."""
+
+    def remove_lora(self, lora_id: int) -> None:
+        """As `Executor.remove_lora`."""
+
     def check_sampling(self, sampling: SamplingParams) -> None:
         """All are fine."""
 
