@@ -39,7 +39,7 @@ class Case:
         self.query_start = torch.tensor([0, *query_lens]).cumsum(0).int()
         self.scale = head_dim**-0.5
 
-    def run(self, window=None, soft_cap=None):
+    def run(self, window=None, soft_cap=None, sinks=None):
         plan = plan_attention(
             self.block_table,
             self.query_start,
@@ -47,9 +47,11 @@ class Case:
             block_size=BLOCK_SIZE,
             window=window,
         )
-        return paged_attention(self.query, self.key_cache, self.value_cache, plan, scale=self.scale, soft_cap=soft_cap)
+        return paged_attention(
+            self.query, self.key_cache, self.value_cache, plan, scale=self.scale, soft_cap=soft_cap, sinks=sinks
+        )
 
-    def expected(self, window=None, soft_cap=None):
+    def expected(self, window=None, soft_cap=None, sinks=None):
         group = self.query.shape[1] // self.key_cache.shape[2]
         rows = []
         for i, (query_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
@@ -62,7 +64,10 @@ class Case:
                 scores = (keys[first : place + 1] * query).sum(-1) * self.scale
                 if soft_cap is not None:
                     scores = torch.tanh(scores / soft_cap) * soft_cap
-                rows.append((scores.softmax(0).unsqueeze(-1) * values[first : place + 1]).sum(0))
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks.double().unsqueeze(0)])
+                weights = scores.softmax(0)[: place + 1 - first]
+                rows.append((weights.unsqueeze(-1) * values[first : place + 1]).sum(0))
         return torch.stack(rows)
 
 
@@ -72,6 +77,7 @@ def relative_error(out, expected):
 
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("sinks", [None, [-1.0, 0.5, 3.0, 9.0, 0.0, 1.0]], ids=["", "sinks"])
 @pytest.mark.parametrize(
     "query_lens",
     [
@@ -80,9 +86,10 @@ def relative_error(out, expected):
         pytest.param([1, 7, 16, 1, 33], id="chunks and decodes"),
     ],
 )
-def test_equals_the_formula(query_lens, window, soft_cap) -> None:
+def test_equals_the_formula(query_lens, window, soft_cap, sinks) -> None:
     case = Case(query_lens, LENS)
-    assert relative_error(case.run(window, soft_cap), case.expected(window, soft_cap)) < 1e-5
+    sinks = None if sinks is None else torch.tensor(sinks)
+    assert relative_error(case.run(window, soft_cap, sinks), case.expected(window, soft_cap, sinks)) < 1e-5
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])

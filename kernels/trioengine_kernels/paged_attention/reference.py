@@ -103,6 +103,7 @@ def paged_attention(
     *,
     scale: float,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from each query to the keys of its sequence up to and including itself.
 
@@ -115,6 +116,7 @@ def paged_attention(
         plan: of this step.
         scale: multiplies query · key.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax.
+        sinks: [num_heads]: a score of each head that takes part in the softmax of every query and has no value.
 
     Returns:
         Like `query`, contiguous.
@@ -122,10 +124,13 @@ def paged_attention(
     num_kv_heads = key_cache.shape[2]
     grouped = query.unflatten(1, (num_kv_heads, -1))  # [num_tokens, num_kv_heads, group, head_dim]
     output = torch.empty(grouped.shape, dtype=query.dtype, device=query.device)
+    # [num_kv_heads, group, 1].
+    sinks = None if sinks is None else sinks.view(key_cache.shape[2], -1, 1)
     for decodes in plan.decodes:
         keys = _gather_padded(key_cache, decodes)
         values = _gather_padded(value_cache, decodes)
-        result = _attend(grouped.index_select(0, decodes.rows), keys, values, decodes.mask, False, scale, soft_cap)
+        rows = grouped.index_select(0, decodes.rows)
+        result = _attend(rows, keys, values, decodes.mask, False, scale, soft_cap, sinks)
         output.index_copy_(0, decodes.rows, result)
     for chunk in plan.chunks:
         keys, values = _gather_chunk(key_cache, chunk), _gather_chunk(value_cache, chunk)
@@ -133,7 +138,14 @@ def paged_attention(
         rows = grouped[chunk.first_row : chunk.end_row].permute(2, 1, 0, 3)
         shape = (rows.shape[0], *keys.shape)
         result = _attend(
-            rows, keys.expand(shape), values.expand(shape), chunk.mask, chunk.is_plain_causal, scale, soft_cap
+            rows,
+            keys.expand(shape),
+            values.expand(shape),
+            chunk.mask,
+            chunk.is_plain_causal,
+            scale,
+            soft_cap,
+            None if sinks is None else sinks.transpose(0, 1).unsqueeze(-1),
         )
         output[chunk.first_row : chunk.end_row] = result.permute(2, 1, 0, 3)
     return output.flatten(1, 2)
@@ -228,13 +240,22 @@ def _attend(
     is_plain_causal: bool,
     scale: float,
     soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention for queries [batch, heads, num_queries, head_dim] over keys of the same batch and heads."""
-    if soft_cap is None:
+    """Attention for queries [batch, heads, num_queries, head_dim] over keys of the same batch and heads.
+
+    `sinks`: a score for each query; of a shape that can be expanded to [batch, heads, num_queries, 1].
+    """
+    if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(
             query, keys, values, None if is_plain_causal else mask, is_causal=is_plain_causal, scale=scale
         )
-    scores = torch.tanh(query @ keys.transpose(-1, -2) * (scale / soft_cap)) * soft_cap
+    scores = query @ keys.transpose(-1, -2) * scale
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, dim=-1) @ values
+    if sinks is None:
+        return torch.softmax(scores, dim=-1) @ values
+    scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., :-1] @ values
