@@ -103,7 +103,7 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Mapping[str, TensorView]
         raise CheckpointError(f"{folder} has no *.safetensors file.", path=str(folder))
     tensors: dict[str, TensorView] = {}
     for path in paths:
-        for tensor in _read_file(path):
+        for tensor in read_safetensors_file(path):
             if tensor.name in tensors:
                 raise _broken(path, f"the tensor {tensor.name!r} is in another file of the folder too")
             tensors[tensor.name] = tensor
@@ -126,14 +126,19 @@ def _open_indexed(folder: Path, index_path: Path) -> Mapping[str, TensorView]:
         if not path.exists():
             raise CheckpointError(f"{path} is missing; {INDEX_NAME} lists it. Fetch it.", path=str(path))
         # A file may hold tensors that the index leaves out, or places in another file: the index decides.
-        found = {tensor.name: tensor for tensor in _read_file(path) if tensor.name in names}
+        found = {tensor.name: tensor for tensor in read_safetensors_file(path) if tensor.name in names}
         if missing := names - found.keys():
             raise _broken(path, f"the tensor {min(missing)!r} is not in it, against {INDEX_NAME}")
         tensors.update(found)
     return MappingProxyType(tensors)
 
 
-def _read_file(path: Path) -> Iterator[TensorView]:
+def read_safetensors_file(path: Path) -> Iterator[TensorView]:
+    """Map the tensors of one file. What is wrong with the file may show only at the end.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+    """
     view = map_file(path)
     if view.size < 8:
         raise _broken(path, "it is shorter than 8 bytes")

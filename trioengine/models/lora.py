@@ -8,12 +8,11 @@ An adapter is untrusted input, and its patterns are regular expressions: those t
 """
 
 import enum
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import attrs
 import numpy as np
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 
 from trioengine.checkpoint.dequantize import dequantize
 from trioengine.checkpoint.gguf import GGMLType, GGUFTensor
-from trioengine.checkpoint.safetensors import TensorDType, TensorView, open_safetensors
+from trioengine.checkpoint.safetensors import TensorDType, TensorView, read_safetensors_file
+from trioengine.checkpoint.small_files import read_json_object
 from trioengine.errors import CheckpointError, RequestError
 from trioengine.models.config import ModelConfig
 from trioengine.models.decoder import DecoderWeights, GatedMLP
@@ -29,7 +29,6 @@ from trioengine.models.names import ROOTS, folder_names
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERN_CHARS = 500
 MAX_QUANTIFIERS = 4
 """Of a pattern. So many unbounded ones of a name of some 60 characters take milliseconds."""
@@ -238,22 +237,13 @@ class _Reader:
             cast(list[int] | None, layers),
         )
 
-    def _config(self) -> Mapping[str, Any]:
+    def _config(self) -> Mapping[str, object]:
         path = self._folder / CONFIG_NAME
-        try:
-            with path.open("rb") as file:
-                data = file.read(MAX_CONFIG_BYTES + 1)
-        except (OSError, ValueError) as error:
-            raise self._error(f"{CONFIG_NAME} cannot be read: {str(error)[:200]}") from error
-        try:
-            raw: object = json.loads(data) if len(data) <= MAX_CONFIG_BYTES else None
-        except (ValueError, RecursionError) as error:
-            raise self._error(f"{CONFIG_NAME} is not JSON: {str(error)[:200]}") from error
-        if not isinstance(raw, dict):
-            raise self._error(f"{CONFIG_NAME} is not a JSON object of at most {MAX_CONFIG_BYTES} bytes")
-        return cast(dict[str, Any], raw)
+        if not path.exists():
+            raise self._error(f"it has no {CONFIG_NAME}")
+        return read_json_object(path)
 
-    def _patterns(self, raw: Mapping[str, Any], key: str) -> Iterator[tuple[str, object]]:
+    def _patterns(self, raw: Mapping[str, object], key: str) -> Iterator[tuple[str, object]]:
         value: object = raw.get(key) or {}
         if not isinstance(value, dict):
             raise self._error(f"{key} must be an object")
@@ -308,10 +298,9 @@ class _Reader:
 
     def _tensors(self) -> Mapping[str, Mapping[str, TensorView]]:
         """By module its A and B."""
-        if not (self._folder / WEIGHTS_NAME).is_file():
-            raise self._error(f"it has no {WEIGHTS_NAME}")
         modules: dict[str, dict[str, TensorView]] = {}
-        for name, tensor in open_safetensors(self._folder).items():
+        for tensor in read_safetensors_file(self._folder / WEIGHTS_NAME):
+            name = tensor.name
             match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
             if match is None:
                 raise self._error(f"the tensor {name[:100]!r} is not of a kind that is known")
