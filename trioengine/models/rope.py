@@ -28,7 +28,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_length: int) -> NDArray[n
     """
     rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
-    return _scaled(1.0 / rope.theta**exponents, rope, rotary_dim, max_length).astype(np.float32)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # A damaged file's numbers are its own.
+        return _scaled(1.0 / rope.theta**exponents, rope, rotary_dim, max_length).astype(np.float32)
 
 
 def attention_factor(rope: Rope) -> float:

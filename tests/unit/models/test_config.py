@@ -1,5 +1,6 @@
 """A model's facts from GGUF metadata and config.json; what is wrong or not supported is a `CheckpointError`."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from trioengine.models.config import (
     config_from_folder,
     config_from_gguf,
 )
+from trioengine.models.rope import inverse_frequencies
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -458,6 +460,49 @@ def test_any_value_of_any_key_is_taken_or_refused(tmp_path_factory, name: str, c
     except CheckpointError as error:
         outcome = error.message
     assert outcome in list(Architecture) or str(folder) in outcome
+
+
+GGUF_KEYS = [
+    "attention.scale",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.key_length",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "expert_count",
+    "expert_used_count",
+    "residual_scale",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+]
+GGUF_VALUES = (
+    st.booleans()
+    | st.integers(-1, 2**64 - 1)
+    | st.integers(0, 40)
+    | st.floats()
+    | st.sampled_from(["", "none", "linear", "yarn", "longrope"])
+    | st.lists(st.booleans(), max_size=3).map(tuple)
+    | st.lists(st.integers(0, 9), max_size=3).map(tuple)
+)
+
+
+@given(
+    name=st.sampled_from(sorted({family.gguf_name for family in FAMILIES.values()})),
+    changes=st.dictionaries(st.sampled_from(GGUF_KEYS), GGUF_VALUES, min_size=1, max_size=4),
+)
+def test_any_metadata_are_taken_or_refused(name: str, changes: dict[str, object]) -> None:
+    """Never another exception than `CheckpointError`; and what is taken has frequencies."""
+    facts = {f"{name}.{key.removeprefix('llama.')}": value for key, value in GGUF_METADATA.items() if "llama." in key}
+    metadata = facts | {"general.architecture": name} | {f"{name}.{key}": value for key, value in changes.items()}
+    config = None
+    with contextlib.suppress(CheckpointError):
+        config = from_gguf(metadata)
+    ropes = [] if config is None else [rope for rope in config.layer_ropes if rope is not None]
+    assert all(len(inverse_frequencies(rope, config.head_dim, 64)) <= config.head_dim // 2 for rope in ropes)
 
 
 def test_reading_facts_needs_no_torch() -> None:
