@@ -1,10 +1,12 @@
 """`FakeExecutor` keeps the promises of an `Executor`, and forgives no plan that breaks the rules."""
 
+import attrs
 import pytest
 
-from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan
-from trioengine.testing.executor_conformance import CHECKS, OFFLOAD_CHECKS, Check, Subject
-from trioengine.testing.fake_executor import Fail, FakeExecutor, generate_alone
+from trioengine.core.executor import LoRALoad, NewSequence, ScheduledSequence, StepPlan
+from trioengine.errors import CheckpointError
+from trioengine.testing.executor_conformance import CHECKS, LORA_CHECKS, OFFLOAD_CHECKS, Check, Subject
+from trioengine.testing.fake_executor import BROKEN_LORA, Fail, FakeExecutor, generate_alone
 from trioengine.types.params import SamplingParams
 
 
@@ -22,6 +24,31 @@ def test_offload(check: Check) -> None:
         return FakeExecutor(num_offload_blocks=4)
 
     assert check(Subject(make=make, block_size=4, vocab_size=1000)) is None
+
+
+@pytest.mark.parametrize("check", LORA_CHECKS, ids=lambda check: check.__name__)
+def test_adapters(check: Check) -> None:
+    """The promises of every executor with slots for adapters."""
+
+    def make() -> FakeExecutor:
+        return FakeExecutor(max_loras=2)
+
+    assert check(Subject(make=make, block_size=4, vocab_size=1000, lora_paths=("/one", "/two"))) is None
+
+
+def test_rules_about_adapters() -> None:
+    """What is in a slot that sequences have does not change, and they name slots that are filled."""
+    executor = FakeExecutor(max_loras=1)
+    executor.add_lora(5, "/one")
+    with pytest.raises(AssertionError, match="no adapter in slot"):
+        executor.submit(StepPlan(0, [], [attrs.evolve(_new(0, 1), lora_slot=1)]))
+    executor.submit(StepPlan(0, [], [attrs.evolve(_new(0, 1), lora_slot=1)], lora_loads=[LoRALoad(1, 5)]))
+    with pytest.raises(AssertionError, match="have the adapter"):
+        executor.submit(StepPlan(1, [], lora_loads=[LoRALoad(1, 5)]))
+    with pytest.raises(AssertionError, match="no such slot"):
+        executor.submit(StepPlan(1, [], lora_loads=[LoRALoad(2, 5)]))
+    with pytest.raises(CheckpointError):
+        executor.add_lora(6, BROKEN_LORA)
 
 
 def _new(sequence_id: int, *token_ids: int) -> NewSequence:

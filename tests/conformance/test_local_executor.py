@@ -1,6 +1,7 @@
 """`LocalExecutor` keeps the promises of an `Executor`, with a real model's arithmetic on each backend."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -12,17 +13,20 @@ from trioengine_kernels.native.library import ThreadPool
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.models.loader import open_checkpoint
+from trioengine.models.lora import read_lora
 from trioengine.models.native_ops import NativeModel, load_native_model
 from trioengine.models.torch_ops import TorchModel
 from trioengine.testing.executor_conformance import (
     CHECKS,
     DRAFT_CHECKS,
+    LORA_CHECKS,
     OFFLOAD_CHECKS,
     SHARING_CHECKS,
     STEP_CHECKS,
     Check,
     Subject,
 )
+from trioengine.testing.lora import write_lora
 from trioengine.testing.native import native_library
 from trioengine.testing.tiny_model import native_copy, random_model, tiny_config, tiny_model, write_gguf
 from trioengine.worker.backend import Backend
@@ -143,4 +147,34 @@ def test_offload(check: Check, store: str, backend: str, tmp_path: Path) -> None
         subject = torch_subject(WINDOWED, 4, make_store)
     else:
         subject = native_subject(native_copy(WINDOWED), 16, 2, make_store)
+    assert check(subject) is None
+
+
+@pytest.mark.parametrize("check", LORA_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("backend", ["torch", "native", "asynchronous"])
+def test_adapters(check: Check, backend: str, tmp_path: Path) -> None:
+    """The promises of every executor with slots for adapters."""
+    paths = [str(write_lora(tmp_path / str(seed), MODEL.config, rank=seed, seed=seed)) for seed in (3, 16)]
+    library = native_library()
+
+    def make() -> LocalExecutor:
+        made: Backend
+        if backend == "torch":
+            made = TorchBackend(MODEL, reload=lambda: MODEL, num_blocks=[NUM_BLOCKS], block_size=16)
+        else:
+            made = NativeBackend(
+                native_copy(MODEL),
+                library,
+                ThreadPool(library, 2),
+                reload=lambda: native_copy(MODEL),
+                num_blocks=[NUM_BLOCKS],
+                block_size=16,
+                max_tokens=256,
+                max_logit_rows=256,
+                max_loras=2,
+            )
+        reader = partial(read_lora, config=MODEL.config, max_rank=16)
+        return LocalExecutor(made, read_lora=reader, is_asynchronous=backend == "asynchronous")
+
+    subject = Subject(make=make, block_size=16, vocab_size=MODEL.config.vocab_size, lora_paths=paths)
     assert check(subject) is None

@@ -2,7 +2,8 @@
 
 A test module makes a `Subject` and runs each of `CHECKS` on it, or of its parts `STEP_CHECKS`, `DRAFT_CHECKS`,
 `SHARING_CHECKS`, `SLEEP_CHECKS` and `SAMPLING_CHECKS` (for executors that know every rule of `SamplingParams`).
-`OFFLOAD_CHECKS` are for executors with an offload store of at least 4 blocks:
+`OFFLOAD_CHECKS` are for executors with an offload store of at least 4 blocks, `LORA_CHECKS` for those with two slots
+for adapters or more:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_conformance(check: Check) -> None:
@@ -25,6 +26,7 @@ from trioengine.core.executor import (
     NO_TOKEN,
     BlockCopy,
     Executor,
+    LoRALoad,
     NewSequence,
     ScheduledSequence,
     StepPlan,
@@ -32,6 +34,7 @@ from trioengine.core.executor import (
     TokenLogprobs,
     TokenMasks,
 )
+from trioengine.errors import CheckpointError
 from trioengine.types.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -46,6 +49,8 @@ class Subject:
     """A fresh executor; the check closes it."""
     block_size: int
     vocab_size: int
+    lora_paths: Sequence[str] = ()
+    """For `LORA_CHECKS`: two adapters that make different models."""
 
     def prompt(self, num_tokens: int, start: int = 0) -> list[int]:
         """Token ids that differ with `start`."""
@@ -418,6 +423,90 @@ def check_a_prefix_may_be_computed_in_the_same_step(subject: Subject) -> None:
             assert generated == alone
 
 
+# Adapters
+
+
+def check_adapters_are_their_sequences_only(subject: Subject) -> None:
+    """Sequences with adapters and without, of one prompt, get in one batch what each gets alone."""
+    prompt = subject.prompt(subject.block_size + 3)
+    alone: list[list[int]] = []
+    for slot in range(3):
+        with _session(subject) as session:
+            session.load_loras({1: 0, 2: 1})
+            alone.append(session.generate(session.add(prompt, lora_slot=slot), 6))
+    assert alone[0] == _generate(subject, prompt)
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    with _session(subject) as session:
+        session.load_loras({1: 0, 2: 1})
+        slots = [2, 0, 1, 0, 2]
+        generated: dict[int, list[int]] = {session.add(prompt, lora_slot=slot): [] for slot in slots}
+        for _ in range(6):
+            session.step_all(generated)
+        assert list(generated.values()) == [alone[slot] for slot in slots]
+
+
+def check_a_slot_passes_on(subject: Subject) -> None:
+    """A step may remove a slot's last sequence, fill the slot, and begin with the new adapter; an adapter that was
+    removed meanwhile stays in its slot. What others have in theirs does not change."""
+    prompt = subject.prompt(subject.block_size + 1)
+    with _session(subject) as session:
+        session.load_loras({1: 0, 2: 1})
+        alone = [session.generate(session.add(prompt, lora_slot=slot), 5) for slot in (1, 2)]
+    with _session(subject) as session:
+        session.load_loras({1: 1, 2: 0})
+        first, other = session.add(prompt, lora_slot=1), session.add(prompt, lora_slot=2)
+        generated: dict[int, list[int]] = {first: [], other: []}
+        session.step_all(generated)
+        session.executor.add_lora(99, subject.lora_paths[0])
+        second = session.add(prompt, lora_slot=1)
+        plan = session.plan({other: None, second: None}, remove=[first])
+        session.submit(attrs.evolve(plan, lora_loads=[LoRALoad(1, 99)]))
+        for lora_id in (0, 1, 99):
+            session.executor.remove_lora(lora_id)
+        result = session.fetch()
+        session.take_in([other, second], result)
+        assert [*generated[other], result.tokens[0], *session.generate(other, 3)] == alone[0]
+        assert [result.tokens[1], *session.generate(second, 4)] == alone[0]
+        assert alone[0] != alone[1]
+
+
+def check_adapters_outlive_preemption_and_sleep(subject: Subject) -> None:
+    """A sequence that comes back has the adapter of the slot it then names; slots are what they were after sleep."""
+    prompt = subject.prompt(subject.block_size + 1)
+    with _session(subject) as session:
+        session.load_loras({1: 0})
+        sequence_id = session.add(prompt, lora_slot=1)
+        whole = session.generate(sequence_id, 6)
+        assert session.step(remove=[sequence_id]) == []
+        for level in (1, 2):
+            session.executor.sleep(level)
+            session.executor.wake_up(("weights", "kv_cache"))
+            sequence_id = session.add(prompt, lora_slot=1)
+            assert session.generate(sequence_id, 3) == whole[:3]
+            session.readd(sequence_id)
+            assert session.generate(sequence_id, 3) == whole[3:]
+            assert session.step(remove=[sequence_id]) == []
+
+
+def check_what_is_no_adapter_is_an_error(subject: Subject) -> None:
+    """And changes nothing."""
+    with _session(subject) as session:
+        session.load_loras({1: 0})
+        sequence_id = session.add(subject.prompt(3), lora_slot=1)
+        tokens = session.generate(sequence_id, 2)
+        try:
+            session.executor.add_lora(7, "broken")
+            is_read = True
+        except CheckpointError:
+            is_read = False
+        assert not is_read
+        session.readd(sequence_id)
+        tokens += session.generate(sequence_id, 2)
+    with _session(subject) as session:
+        session.load_loras({1: 0})
+        assert session.generate(session.add(subject.prompt(3), lora_slot=1), 4) == tokens
+
+
 # Rules
 
 
@@ -628,6 +717,12 @@ SAMPLING_CHECKS: Sequence[Check] = (
 )
 SLEEP_CHECKS: Sequence[Check] = (check_generation_is_the_same_after_sleep,)
 CHECKS: Sequence[Check] = (*STEP_CHECKS, *DRAFT_CHECKS, *SHARING_CHECKS, *SLEEP_CHECKS, *SAMPLING_CHECKS)
+LORA_CHECKS: Sequence[Check] = (
+    check_adapters_are_their_sequences_only,
+    check_a_slot_passes_on,
+    check_adapters_outlive_preemption_and_sleep,
+    check_what_is_no_adapter_is_an_error,
+)
 OFFLOAD_CHECKS: Sequence[Check] = (
     check_saved_blocks_come_back,
     check_blocks_are_saved_and_loaded_before_a_step_changes_them,
@@ -679,8 +774,9 @@ class _Live:
 class _Session:
     """Writes plans, in the place of a scheduler: blocks from a list, sequences by hand."""
 
-    def __init__(self, executor: Executor, block_size: int) -> None:
+    def __init__(self, executor: Executor, block_size: int, lora_paths: Sequence[str]) -> None:
         self.executor = executor
+        self._lora_paths = lora_paths
         self._num_groups = len(executor.kv_cache_groups)
         self._num_blocks = min(group.num_blocks for group in executor.kv_cache_groups)
         self.free_block_ids = list(range(self._num_blocks))
@@ -700,6 +796,7 @@ class _Session:
         end_token_ids: Sequence[int] = (),
         shares: int | None = None,
         num_shared_blocks: int = 0,
+        lora_slot: int = 0,
     ) -> int:
         """The id of a sequence that is new in the first plan that schedules it.
 
@@ -707,12 +804,19 @@ class _Session:
         """
         sequence_id = self._num_sequences
         self._num_sequences += 1
-        new = NewSequence(sequence_id, list(prompt), len(prompt), sampling, seed, tuple(end_token_ids))
+        new = NewSequence(sequence_id, list(prompt), len(prompt), sampling, seed, tuple(end_token_ids), lora_slot)
         live = self._live[sequence_id] = _Live(new, list(prompt))
         if shares is not None:
             live.block_table = self._live[shares].block_table[:num_shared_blocks]
             self.skip(sequence_id, num_shared_blocks)
         return sequence_id
+
+    def load_loras(self, numbers: Mapping[int, int]) -> None:
+        """Fill slots with adapters, which are numbers of `Subject.lora_paths` and their ids."""
+        for number in numbers.values():
+            self.executor.add_lora(number, self._lora_paths[number])
+        loads = [LoRALoad(slot, number) for slot, number in numbers.items()]
+        self.run(attrs.evolve(self.plan({}), lora_loads=loads))
 
     def skip(self, sequence_id: int, num_blocks: int) -> None:
         """Begin a new sequence behind its first blocks, which hold what is to be in them."""
@@ -856,7 +960,7 @@ class _Session:
 def _session(subject: Subject) -> Generator[_Session]:
     executor = subject.make()
     try:
-        yield _Session(executor, subject.block_size)
+        yield _Session(executor, subject.block_size, subject.lora_paths)
     finally:
         executor.close()
 

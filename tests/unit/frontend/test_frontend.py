@@ -111,7 +111,7 @@ def front() -> Front:
 
 def test_a_request_travels_whole(front: Front) -> None:
     sampling = SamplingParams(max_tokens=7, seed=5)
-    request = GenerateRequest("abc", sampling, priority=-1, cache_salt="mine", reasoning_ended=False)
+    request = GenerateRequest("abc", sampling, priority=-1, cache_salt="mine", lora="b", reasoning_ended=False)
     added = front.frontend.add(PROCESSOR.process(request), PendingOutput())
     message = decode(encode(added.message))
     assert message == added.message
@@ -120,6 +120,7 @@ def test_a_request_travels_whole(front: Front) -> None:
     assert added.message.seed == 5
     assert added.message.eos_token_ids == (TOKENIZER.end_token_id,)
     assert (added.message.priority, added.message.cache_salt, added.message.reasoning_ended) == (-1, "mine", False)
+    assert added.message.lora == "b"
 
 
 def test_rows_reach_their_requests(front: Front) -> None:

@@ -12,7 +12,7 @@ from trioengine.frontend.input_processor import LONG_PROMPT_CHARS, MAX_CACHE_SAL
 from trioengine.testing.fake_tokenizer import END_TOKEN, FakeTokenizer
 from trioengine.types.messages import ModelFacts
 from trioengine.types.params import SamplingParams
-from trioengine.types.request import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokensPrompt
+from trioengine.types.request import MAX_LORA_NAME_CHARS, ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokensPrompt
 
 VOCAB_SIZE = 257
 PROCESSOR = InputProcessor(FakeTokenizer(), ModelFacts(max_model_len=10, vocab_size=VOCAB_SIZE, eos_token_ids=(256,)))
@@ -164,8 +164,9 @@ def test_small_temperatures_and_shares_are_fine() -> None:
 
 
 def test_what_belongs_to_the_request_is_kept() -> None:
-    processed = PROCESSOR.process(GenerateRequest("a", priority=-5, cache_salt="mine", reasoning_ended=True))
+    processed = PROCESSOR.process(GenerateRequest("a", priority=-5, cache_salt="mine", lora="b", reasoning_ended=True))
     assert (processed.priority, processed.cache_salt, processed.reasoning_ended) == (-5, "mine", True)
+    assert processed.lora == "b"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ def test_what_belongs_to_the_request_is_kept() -> None:
     [
         ("priority", [2**31, -(2**31) - 1, 1.0, True, None, "1"]),
         ("cache_salt", ["", "x" * (MAX_CACHE_SALT_CHARS + 1), 5, "\ud800", b"x"]),
+        ("lora", ["", "x" * (MAX_LORA_NAME_CHARS + 1), 5, "\ud800", b"x"]),
         ("reasoning_ended", [1, "yes"]),
     ],
 )
