@@ -140,13 +140,12 @@ class EngineCore:
         """
         scheduler = self.scheduler
         plan = None
-        # Who waits for the device to rest does not wait for ever.
-        if scheduler.may_schedule and not (self._deferred and scheduler.num_in_flight):
+        if scheduler.may_schedule:
             plan = scheduler.schedule()
             if plan is not None:
                 self._submitted_s.append(self._clock())
                 self.executor.submit(plan)
-        if scheduler.num_in_flight and (plan is None or self._deferred or not scheduler.may_schedule):
+        if scheduler.num_in_flight and (plan is None or not scheduler.may_schedule):
             self._take_result()
         if self._deferred:
             self._settle_replies()

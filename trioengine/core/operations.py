@@ -108,6 +108,8 @@ def pause_generation(core: "EngineCore", call: PauseGeneration) -> Later:
     present = core.sequence_ids() if call.mode is not PauseMode.KEEP else frozenset[int]()
 
     def attempt() -> bool:
+        if core.pause.mode is None:  # It was resumed before it was there.
+            return True
         if core.has_any_of(present):
             return False
         if call.clear_cache:

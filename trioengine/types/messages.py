@@ -173,7 +173,8 @@ class PauseMode(enum.StrEnum):
 class PauseGeneration(Call[None]):
     """Compute nothing for new requests, which wait, until `ResumeGeneration`.
 
-    The reply comes when nothing is computed any more: with `WAIT`, when all requests that were there have ended.
+    The reply comes when nothing is computed any more: with `WAIT`, when all requests that were there have ended. It
+    comes at once where the pause is resumed before.
     """
 
     mode: PauseMode = PauseMode.ABORT

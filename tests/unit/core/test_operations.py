@@ -123,6 +123,23 @@ def test_a_pause_with_keep_goes_on_where_it_was(config: object, clear_cache: boo
     assert driver.plans[num_plans].num_tokens == (len(PROMPT) + num_tokens if clear_cache else 1)
 
 
+@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize(("config", "mode"), [(None, PauseMode.WAIT), (AHEAD, PauseMode.WAIT), (AHEAD, PauseMode.KEEP)])
+def test_a_pause_that_is_resumed_before_it_was_there_is_answered_at_once(
+    config: object, mode: PauseMode, clear_cache: bool
+) -> None:
+    """And does nothing to those that run by then."""
+    driver, tokens = running(config)
+    assert driver.begin_call(PauseGeneration(mode, clear_cache)) is None
+    num_preemptions = driver.call(GetStats()).num_preemptions
+    driver.call(ResumeGeneration())
+    driver.take_all()
+    assert [reply.error for reply in driver.replies] == [None]
+    driver.run()
+    assert tokens == ALONE
+    assert driver.call(GetStats()).num_preemptions == num_preemptions
+
+
 @pytest.mark.parametrize("config", [CACHING, AHEAD])
 @pytest.mark.parametrize("level", [1, 2])
 def test_kept_requests_are_computed_again_after_sleep(config: object, level: int) -> None:
