@@ -1,6 +1,7 @@
 """Drafts and masks, through the core: fewer steps, the same tokens, and nobody gives way for a guess."""
 
 from array import array
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from trioengine.config.engine import SpeculationConfig, SpeculationMethod
 from trioengine.core.config import CoreConfig
-from trioengine.core.executor import TokenMasks
+from trioengine.core.engine_core import EngineCore
+from trioengine.core.executor import StepPlan, StepResult, TokenMasks
 from trioengine.core.structured_output import MaskEntry
 from trioengine.errors import EngineGenerateError, RequestError
 from trioengine.testing.core_driver import Answer, CoreDriver, make_core_config, make_core_request
-from trioengine.testing.fake_executor import generate_alone
+from trioengine.testing.fake_executor import FakeExecutor, generate_alone
 from trioengine.types.messages import Finished, GetStats, PauseGeneration, PauseMode, ResumeGeneration
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
@@ -414,3 +416,43 @@ def test_a_pause_waits_no_longer_for_a_grammar_that_does_not_compile() -> None:
     assert not driver.core.has_work
     driver.take_all()
     assert len(driver.replies) == 1
+
+
+class TimedExecutor(FakeExecutor):
+    """Each step takes a second, and begins when the one before it has ended."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.now_s = 0.0
+        self.ends_s: deque[float] = deque()
+        self.max_in_flight = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        self.ends_s.append(1 + max([self.now_s, *self.ends_s]))
+        self.max_in_flight = max(self.max_in_flight, len(self.ends_s))
+
+    def result(self) -> StepResult:
+        self.now_s = max(self.now_s, self.ends_s.popleft())
+        return super().result()
+
+
+def test_a_step_that_was_submitted_ahead_took_no_longer_than_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speculation decides by these times."""
+    driver = CoreDriver(config(SpeculationMethod.NGRAM, async_scheduling=True))
+    executor = TimedExecutor(vocab_size=VOCAB_SIZE)
+    driver.core = EngineCore(driver.config, executor, clock=lambda: executor.now_s)
+    speculator = driver.core.scheduler.drafting.speculator
+    assert speculator is not None
+    times_s: list[float] = []
+    observe_step = speculator.observe_step
+
+    def record(seconds: float, draft_seconds: float = 0.0) -> None:
+        times_s.append(seconds)
+        observe_step(seconds, draft_seconds)
+
+    monkeypatch.setattr(speculator, "observe_step", record)
+    driver.add(make_core_request(0, PROMPT, max_tokens=9))
+    driver.run()
+    assert executor.max_in_flight == 2
+    assert set(times_s) == {1.0}
