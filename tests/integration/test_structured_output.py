@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,12 +14,15 @@ import trio
 pytest.importorskip("torch")
 
 from trioengine.checkpoint.locate import ModelLocation
+from trioengine.client import llm as llm_module
 from trioengine.client import open_engine
 from trioengine.client.llm import LLM
 from trioengine.config.engine import EngineConfig, ReasoningParser, SpeculationConfig, SpeculationMethod
+from trioengine.core.structured_output import StructuredOutputs
 from trioengine.errors import RequestError
 from trioengine.runtime import build
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from trioengine.transport.zmq_blocking import poll as transport_poll
 from trioengine.types.output import CompletionOutput, FinishReason
 from trioengine.types.params import SamplingParams
 from trioengine.types.request import GenerateRequest
@@ -197,3 +201,23 @@ def test_the_tokenizer_is_loaded_once_for_forms_and_bad_words(monkeypatch: pytes
         (output,) = generate(llm, bound(attrs.evolve(GREEDY, bad_words=("positive",)), choice=("positive", "negative")))
     assert output.text == "negative"
     assert len(loaded) == 1
+
+
+def test_a_script_waits_for_a_grammar_without_turning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar compiles only once the script blocks."""
+    blocks = threading.Event()
+    compile_form = StructuredOutputs._compile
+
+    def poll(*arguments: Any, **options: Any) -> bool:
+        blocks.set()
+        return transport_poll(*arguments, **options)
+
+    def compile_later(outputs: StructuredOutputs, params: StructuredOutputsParams) -> Any:
+        assert blocks.wait(60)
+        return compile_form(outputs, params)
+
+    monkeypatch.setattr(llm_module, "poll", poll)
+    monkeypatch.setattr(StructuredOutputs, "_compile", compile_later)
+    with LLM(max_model_len=512) as llm:
+        (output,) = generate(llm, bound(GREEDY, choice=("positive",)))
+    assert output.text == "positive"
