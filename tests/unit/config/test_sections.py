@@ -51,6 +51,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ("async_scheduling", 1),
         ("enable_prefix_caching", None),
         ("kv_offload_bytes", 0),
+        ("enable_lora", "yes"),
+        ("max_loras", 0),
+        ("max_lora_rank", 0),
+        ("max_lora_rank", 513),
+        ("max_cpu_loras", 0),
         ("kv_offload_path", "/without/a/size"),
         ("max_logprobs", -2),
         ("logprobs_mode", "raw_logits"),
@@ -83,6 +88,13 @@ def test_the_server_refuses_by_name_too(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         from_dict(ServerConfig, {name: value})
     assert caught.value.option == name
+
+
+def test_fewer_adapters_in_memory_than_in_slots_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_cpu_loras \(3\) is less than max_loras \(4\)") as caught:
+        EngineConfig(max_loras=4, max_cpu_loras=3)
+    assert caught.value.option == "max_cpu_loras"
+    assert EngineConfig(max_loras=4, max_cpu_loras=4).max_cpu_loras == 4
 
 
 def test_an_unknown_option_is_refused_by_name() -> None:
