@@ -169,7 +169,7 @@ def test_a_request_can_be_preempted_by_its_own_need() -> None:
 
 
 def test_nobody_is_preempted_in_a_step_that_it_was_scheduled_in() -> None:
-    """Case 50: a plan that removes a sequence does not schedule it, nor make it new."""
+    """Case 50 (vllm 23347): a plan that removes a sequence does not schedule it, nor make it new."""
     steps = Steps(num_blocks=6, max_num_batched_tokens=16)
     for _ in range(6):
         steps.add(6, max_tokens=12)
