@@ -360,6 +360,18 @@ def test_a_preempted_request_does_not_come_back_to_be_preempted_again() -> None:
     assert num_preemptions > 2
 
 
+def test_blocks_to_spare_save_preemptions() -> None:
+    """Where a preempted request came back as soon as its own blocks were free, it would be 9, and 36 tokens more."""
+    steps = Steps(num_blocks=17)
+    for num_prompt_tokens in (5, 5, 5, 8, 5, 7, 6, 7):
+        steps.add(num_prompt_tokens, max_tokens=20)
+    num_tokens = 0
+    while steps.scheduler.has_work:
+        num_tokens += steps.schedule().num_tokens
+        steps.update()
+    assert (steps.scheduler.num_preemptions, num_tokens) == (6, 278)
+
+
 # Limits for prompts
 
 
