@@ -33,15 +33,13 @@ from trioengine.models.config import Activation, Experts
 from trioengine.models.decoder import AttentionShape, GatedMLP, Rotation
 from trioengine.models.loader import (
     Checkpoint,
-    Floats,
     LoadedModel,
-    MatrixPart,
     ReportFraction,
-    StoredMatrix,
     load_model,
 )
 from trioengine.models.lora import LoRA, LoRAPlace, lora_targets
 from trioengine.models.pack_cache import cached_weights
+from trioengine.models.source import Floats, MatrixPart, StoredMatrix
 
 NativeMatrix: TypeAlias = Sequence[WeightTiles]
 """One matrix or several, one below the other: parts of one type are one."""

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from trioengine_kernels.native.library import SOURCES, Library
 from trioengine_kernels.native.tiles import TileKind, WeightTiles
 
-from trioengine.models.loader import CheckpointVersion, Floats, MatrixPart
+from trioengine.models.loader import CheckpointVersion
+from trioengine.models.source import Floats, MatrixPart
 
 logger = logging.getLogger(__name__)
 

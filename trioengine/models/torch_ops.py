@@ -21,8 +21,9 @@ from trioengine_kernels.write_kv import write_kv
 
 from trioengine.models.config import Activation, Experts
 from trioengine.models.decoder import AttentionShape, GatedMLP, Rotation
-from trioengine.models.loader import Checkpoint, Floats, LoadedModel, MatrixPart, ReportFraction, load_model
+from trioengine.models.loader import Checkpoint, LoadedModel, ReportFraction, load_model
 from trioengine.models.lora import LoRA, lora_targets
+from trioengine.models.source import Floats, MatrixPart
 
 
 class TorchWeights:

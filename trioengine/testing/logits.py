@@ -11,8 +11,8 @@ from trioengine_kernels.native.program import KVCache, StepArrays
 from trioengine_kernels.paged_attention import plan_attention
 
 from trioengine.models.decoder import AttentionShape, Rotation
-from trioengine.models.loader import Floats
 from trioengine.models.native_ops import NativeModel, record
+from trioengine.models.source import Floats
 from trioengine.models.torch_ops import DecoderInput, LayerKVCache, TorchModel, TorchOps
 from trioengine.testing.native import native_library
 

@@ -15,9 +15,10 @@ from trioengine_kernels.native.tiles import TileKind, pack_float
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.models.config import Architecture, ModelConfig
 from trioengine.models.decoder import Decoder, DecoderWeights, GatedMLP, LayerWeights, Rotation
-from trioengine.models.loader import Floats, LoadedModel
+from trioengine.models.loader import LoadedModel
 from trioengine.models.native_ops import NativeMatrix, NativeModel
 from trioengine.models.rope import inverse_frequencies
+from trioengine.models.source import Floats
 from trioengine.models.torch_ops import TorchModel
 from trioengine.testing.native import native_library
 

@@ -18,6 +18,7 @@ from trioengine.models.config import Architecture, Llama3RopeScaling, Rope, Rope
 from trioengine.models.decoder import Decoder, DecoderWeights  # noqa: E402
 from trioengine.models.loader import LoadedModel, ReportFraction, open_checkpoint  # noqa: E402
 from trioengine.models.rope import inverse_frequencies  # noqa: E402
+from trioengine.models.source import gguf_source  # noqa: E402
 from trioengine.models.torch_ops import TorchModel, load_torch_model  # noqa: E402
 from trioengine.testing.tiny_model import folder_tensors, tiny_model, write_folder, write_gguf  # noqa: E402
 
@@ -200,6 +201,6 @@ def test_quantized_weights_are_dequantized(tmp_path: Path) -> None:
     name = "token_embd.weight"
     tensor = GGUFTensor(name, GGMLType.Q8_0, (211, 64), packed.reshape(-1))
     file = changed_gguf(tmp_path, lambda tensors: tensors.update({name: tensor}))
-    source = loader._gguf_source(file, tiny_model().config)
+    source = gguf_source(file, tiny_model().config)
     expected = gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
     assert np.array_equal(source.matrix(name, (211, 64)).floats(), expected)

@@ -16,8 +16,9 @@ from trioengine.checkpoint.gguf import GGMLType  # noqa: E402
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import Quantization  # noqa: E402
 from trioengine.models.config import Architecture, ModelConfig, Rope  # noqa: E402
-from trioengine.models.loader import StoredMatrix, open_checkpoint  # noqa: E402
+from trioengine.models.loader import open_checkpoint  # noqa: E402
 from trioengine.models.native_ops import NativeModel, NativeWeights, load_native_model  # noqa: E402
+from trioengine.models.source import StoredMatrix  # noqa: E402
 from trioengine.models.torch_ops import (  # noqa: E402
     TorchModel,
     TorchOps,

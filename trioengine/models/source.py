@@ -1,0 +1,184 @@
+"""The tensors of a checkpoint by their names, whichever format it has: shapes are checked before anything is read.
+
+This module does not know what the tensors are for.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from trioengine.checkpoint.dequantize import dequantize
+from trioengine.checkpoint.gguf import GGMLType, GGUFFile, GGUFTensor
+from trioengine.checkpoint.quantized import PackedMatrix, check_not_packed, open_packed, read_weight_format
+from trioengine.checkpoint.safetensors import TensorDType, TensorView, open_safetensors
+from trioengine.errors import CheckpointError
+from trioengine.models.config import LONG_ROPE_FACTORS, ROPE_FACTORS, ModelConfig
+from trioengine.models.names import ROOTS, Names, folder_names, gguf_names
+
+Floats: TypeAlias = NDArray[np.float32]
+Bytes: TypeAlias = NDArray[np.uint8]
+
+
+@attrs.frozen(eq=False)
+class StoredMatrix:
+    """A matrix as its file has it: each row is a run of whole blocks of numbers."""
+
+    name: str
+    """The tensor's name in its file."""
+    kind: GGMLType
+    rows: Bytes
+    """[num_rows, bytes of a row]. May be a read-only view of the mapped file."""
+    num_columns: int
+
+    def floats(self, first: int = 0, end: int | None = None) -> Floats:
+        """Rows `first` to `end - 1` as new writable float32 numbers, [rows, columns].
+
+        Raises:
+            CheckpointError: as `dequantize` says.
+        """
+        rows = self.rows[first:end]
+        return dequantize(GGUFTensor(self.name, self.kind, (len(rows), self.num_columns), rows.reshape(-1)))
+
+    @property
+    def num_rows(self) -> int:
+        """Outputs."""
+        return len(self.rows)
+
+
+MatrixPart: TypeAlias = StoredMatrix | PackedMatrix
+"""A matrix of a checkpoint. All kinds have `name`, `num_rows`, `num_columns` and `floats(first, end)`."""
+
+
+class Source:
+    """The tensors of one checkpoint by their names, and which of them were read."""
+
+    def __init__(
+        self,
+        path: Path,
+        names: Names,
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], GGUFTensor],
+        *,
+        packed: Mapping[str, PackedMatrix] | None = None,
+        optional: Collection[str] = (),
+    ) -> None:
+        """`shapes` and `read` are of tensors that are no packed matrices; those that are optional need not be read."""
+        self.path = path
+        self.names = names
+        self._packed = packed or {}
+        packed_shapes = {name: (matrix.num_rows, matrix.num_columns) for name, matrix in self._packed.items()}
+        self._shapes = {**shapes, **packed_shapes}
+        self._read = read
+        self._unread = set(self._shapes).difference(optional)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._shapes:
+            raise self.error(f"the tensor {name!r} is missing")
+        if self._shapes[name] != shape:
+            raise self.error(
+                f"the tensor {name!r} has the shape {list(self._shapes[name])}, "
+                f"but the configuration needs {list(shape)}"
+            )
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> MatrixPart:
+        if (packed := self._packed.get(name)) is not None:
+            self.check_shape(name, shape)
+            self._unread.discard(name)
+            return packed
+        tensor = self._tensor(name, shape)
+        num_rows, num_columns = shape
+        return StoredMatrix(name, tensor.ggml_type, tensor.data.reshape(num_rows, -1), num_columns)
+
+    def stacked_matrices(self, name: str, shape: tuple[int, int, int]) -> Sequence[MatrixPart]:
+        tensor = self._tensor(name, shape)
+        count, num_rows, num_columns = shape
+        return [
+            StoredMatrix(name, tensor.ggml_type, rows, num_columns) for rows in tensor.data.reshape(count, num_rows, -1)
+        ]
+
+    def vector(self, name: str, size: int) -> Floats:
+        if name in self._packed:
+            raise self.error(f"the tensor {name!r} is a packed matrix, but the configuration needs a vector")
+        return dequantize(self._tensor(name, (size,)))
+
+    def norm(self, name: str, size: int) -> Floats:
+        values = self.vector(name, size)
+        with np.errstate(invalid="ignore"):  # A damaged file's numbers are its own.
+            values += np.float32(self.names.norm_offset)
+        return values
+
+    def ignore(self, name: str) -> None:
+        self._unread.discard(name)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
+        self.check_shape(name, shape)
+        self._unread.discard(name)
+        return self._read(name)
+
+    def check_all_read(self) -> None:
+        """A tensor that nobody reads is part of a model that this code would compute wrongly."""
+        unread = sorted(name for name in self._unread if not name.endswith(".rotary_emb.inv_freq"))
+        if unread:
+            shown = ", ".join(repr(name[:100]) for name in unread[:3])
+            raise self.error(f"{len(unread)} tensors are not known for this architecture, such as {shown}")
+
+    def error(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {why}.", path=str(self.path))
+
+
+def gguf_source(file: GGUFFile, config: ModelConfig) -> Source:
+    tensors = file.tensors
+    return Source(
+        file.path,
+        gguf_names(config.architecture),
+        {name: tensor.shape for name, tensor in tensors.items()},
+        lambda name: tensors[name],
+        # They are facts of the configuration.
+        optional=(ROPE_FACTORS, *LONG_ROPE_FACTORS),
+    )
+
+
+def folder_source(folder: Path, config: ModelConfig) -> Source:
+    tensors = open_safetensors(folder)
+    packed, optional = None, set[str]()
+    if (weight_format := read_weight_format(folder)) is not None:
+        found = open_packed(folder, weight_format, tensors)
+        tensors, packed, optional = found.others, found.matrices, {*found.optional}
+    else:
+        check_not_packed(folder, tensors)
+    root = next((root for root in ROOTS if f"{root}embed_tokens.weight" in tensors), ROOTS[0])
+    if root != ROOTS[0]:
+        optional.update(name for name in tensors if not name.startswith(root))  # What sees.
+    return Source(
+        folder,
+        folder_names(config.architecture, root),
+        {name: tensor.shape for name, tensor in tensors.items()},
+        lambda name: _as_ggml(folder, tensors[name]),
+        packed=packed,
+        optional=optional,
+    )
+
+
+_GGML_TYPES: Mapping[TensorDType, GGMLType] = {
+    TensorDType.F32: GGMLType.F32,
+    TensorDType.F16: GGMLType.F16,
+    TensorDType.BF16: GGMLType.BF16,
+}
+"""The types that both formats store in the same way."""
+
+
+def _as_ggml(folder: Path, tensor: TensorView) -> GGUFTensor:
+    kind = _GGML_TYPES.get(tensor.dtype)
+    if kind is None:
+        raise CheckpointError(
+            f"{folder}: the tensor {tensor.name!r} has the type {tensor.dtype}; F32, F16 and BF16 can be read.",
+            path=str(folder),
+        )
+    return GGUFTensor(tensor.name, kind, tensor.shape, tensor.data)
