@@ -13,8 +13,7 @@ from trioengine.config.resolve import ResolvedConfig, resolve
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
 from trioengine.core.structured_output import StructuredOutputs
-from trioengine.models.config import ModelConfig
-from trioengine.models.loader import open_checkpoint
+from trioengine.models.loader import Checkpoint
 from trioengine.runtime.core_process import BuiltCore, ReportProgress
 from trioengine.runtime.launch import CoreLaunch
 from trioengine.tokenizer.tokenizer import load_tokenizer
@@ -50,11 +49,18 @@ def build_engine_core(
     """
     env.let_compute_threads_sleep()
     progress("preparing the kernels", 0.0)
-    from trioengine.worker.loading import choose_computer, load_executor, open_draft_checkpoint
+    from trioengine.worker.loading import (
+        choose_computer,
+        load_executor,
+        open_draft_checkpoint,
+        open_model,
+        transformers_computer,
+    )
 
-    checkpoint = open_checkpoint(location)
+    checkpoint = open_model(location)
     model = checkpoint.config
-    computer = choose_computer(config, location)
+    is_ours = isinstance(checkpoint, Checkpoint)
+    computer = choose_computer(config, location) if is_ours else transformers_computer(config)
     draft = None if draft_location is None else open_draft_checkpoint(config, draft_location, model)
     shape = computer.shape(model, None if draft is None else draft.config)
     resolved = resolve(config, shape, computer.hardware_facts())
@@ -82,7 +88,7 @@ def build_engine_core(
         reasoning_parser=config.reasoning_parser,
         wake=waker.wake,
     )
-    core = EngineCore(_core_config(config, resolved, model), executor, structured_outputs)
+    core = EngineCore(_core_config(config, resolved, model.vocab_size), executor, structured_outputs)
     facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids, config.max_logprobs)
     ready = Ready(facts, max(resolved.num_kv_blocks), resolved.block_size, dict(resolved.reasons))
 
@@ -94,14 +100,14 @@ def build_engine_core(
     return BuiltCore(core, ready, close, waker)
 
 
-def _core_config(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig) -> CoreConfig:
+def _core_config(config: EngineConfig, resolved: ResolvedConfig, vocab_size: int) -> CoreConfig:
     return CoreConfig(
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_num_logit_rows=resolved.max_num_logit_rows,
         max_model_len=resolved.max_model_len,
         block_size=resolved.block_size,
-        vocab_size=model.vocab_size,
+        vocab_size=vocab_size,
         scheduling_policy=config.scheduling_policy,
         enable_prefix_caching=config.enable_prefix_caching,
         max_num_partial_prefills=config.max_num_partial_prefills,

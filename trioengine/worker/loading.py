@@ -8,17 +8,19 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, Union, cast
 
 import attrs
 from trioengine_kernels.native.library import Library, NativeUnavailableError, load_library
 from trioengine_kernels.native.program import KVCache
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.checkpoint.small_files import read_json_object
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig, LogprobsMode, Quantization
 from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, ResolvedConfig
-from trioengine.errors import ConfigError, EngineStartError
-from trioengine.models.config import ModelConfig
+from trioengine.errors import CheckpointError, ConfigError, EngineStartError
+from trioengine.models.config import FAMILIES, ModelConfig
 from trioengine.models.loader import Checkpoint, ReportFraction, open_checkpoint
 from trioengine.models.lora import read_lora
 from trioengine.tokenizer.bad_words import BadWordsRules
@@ -29,8 +31,16 @@ from trioengine.worker.executor import LocalExecutor
 from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
 
+if TYPE_CHECKING:
+    from trioengine.worker.transformers_model import TransformersCheckpoint, TransformersConfig
+
 logger = logging.getLogger(__name__)
 
+AnyCheckpoint: TypeAlias = Union[Checkpoint, "TransformersCheckpoint"]
+AnyConfig: TypeAlias = Union[ModelConfig, "TransformersConfig"]
+
+_OUR_CLASSES = frozenset(family.class_name for family in FAMILIES.values())
+"""What our decoder knows, by `architectures` of `config.json`."""
 TORCH_KV_VALUE_BYTES = 4
 """float32."""
 
@@ -42,13 +52,18 @@ class Computer:
     library: Library | None
     """The native kernels; None is torch."""
 
-    def shape(self, model: ModelConfig, draft_model: ModelConfig | None = None) -> ModelShape:
+    def shape(self, model: AnyConfig, draft_model: ModelConfig | None = None) -> ModelShape:
         """The sizes that `config.resolve` wants to know of a model, with its draft model's part of the KV cache.
 
         Raises:
             ConfigError: it cannot have a draft model, as `draft_block_group` says.
         """
-        kv_groups = [KVGroupShape(len(group.layers) * self._kv_bytes(model), group.window) for group in model.kv_groups]
+        if isinstance(model, ModelConfig):
+            token_bytes = [len(group.layers) * self._kv_bytes(model) for group in model.kv_groups]
+        else:
+            token_bytes = [group.num_token_values * TORCH_KV_VALUE_BYTES for group in model.kv_groups]
+        windows = [group.window for group in model.kv_groups]
+        kv_groups = list(map(KVGroupShape, token_bytes, windows))
         if draft_model is not None:
             number = draft_block_group([group.window for group in kv_groups])
             num_bytes = kv_groups[number].bytes_per_token + draft_model.num_layers * self._kv_bytes(draft_model)
@@ -69,6 +84,53 @@ class Computer:
     def hardware_facts(self) -> HardwareFacts:
         """What this process may use, and how fast this computes with it."""
         return env.hardware_facts(env.FLOPS_PER_CPU_PER_S if self.library is None else env.NATIVE_FLOPS_PER_CPU_PER_S)
+
+
+def open_model(location: ModelLocation) -> AnyCheckpoint:
+    """The files of a model: for this engine's decoder where it knows the architecture, else for transformers' code.
+
+    Raises:
+        CheckpointError: the files are damaged, or the model is not one that this engine runs.
+    """
+    name = _unknown_architecture(location)
+    if name is None:
+        return open_checkpoint(location)
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        raise CheckpointError(
+            f"{location.path}: this engine's own decoder does not know the architecture {name[:100]!r}. transformers"
+            " may, and is not installed: pip install 'trioengine[transformers]'.",
+            path=str(location.path),
+        )
+    from trioengine.worker.transformers_model import open_transformers_checkpoint
+
+    checkpoint = open_transformers_checkpoint(location)
+    logger.warning(
+        "transformers' code computes %s, which this engine's own decoder does not know: with torch, and weights take"
+        " float32's memory.",
+        name,
+    )
+    return checkpoint
+
+
+def _unknown_architecture(location: ModelLocation) -> str | None:
+    """None where `open_checkpoint` knows it, or says what is wrong."""
+    if location.kind is not ModelKind.FOLDER:
+        return None
+    names = read_json_object(location.path / "config.json").get("architectures")
+    name = cast(list[object], names)[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and name not in _OUR_CLASSES else None
+
+
+def transformers_computer(config: EngineConfig) -> Computer:
+    """What computes a `TransformersCheckpoint`: torch.
+
+    Raises:
+        ConfigError: an option cannot be had with it.
+    """
+    for option, is_set in (("quantization", config.quantization is not None), ("enable_lora", config.enable_lora)):
+        if is_set:
+            raise ConfigError(f"transformers' code computes this model, without {option}.", option=option)
+    return Computer(None)
 
 
 def choose_computer(config: EngineConfig, location: ModelLocation) -> Computer:
@@ -109,7 +171,7 @@ def choose_computer(config: EngineConfig, location: ModelLocation) -> Computer:
         return Computer(None)
 
 
-def open_draft_checkpoint(config: EngineConfig, location: ModelLocation, target: ModelConfig) -> Checkpoint:
+def open_draft_checkpoint(config: EngineConfig, location: ModelLocation, target: AnyConfig) -> Checkpoint:
     """The draft model's files.
 
     Raises:
@@ -132,7 +194,7 @@ def open_draft_checkpoint(config: EngineConfig, location: ModelLocation, target:
 
 
 def load_executor(
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     config: ResolvedConfig,
     computer: Computer,
     *,
@@ -188,18 +250,24 @@ def load_executor(
             checkpoint.config.vocab_size,
         ),
         is_asynchronous=config.async_scheduling,
-        read_lora=partial(read_lora, config=checkpoint.config, max_rank=max_lora_rank),
+        read_lora=partial(read_lora, config=checkpoint.config, max_rank=max_lora_rank)
+        if isinstance(checkpoint, Checkpoint)
+        else None,
     )
 
 
 def _load_backend(
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     config: ResolvedConfig,
     computer: Computer,
     quantization: Quantization | None,
     report: ReportFraction | None = None,
     max_loras: int = 0,
 ) -> Backend:
+    if not isinstance(checkpoint, Checkpoint):
+        from trioengine.worker.transformers_backend import load_transformers_backend
+
+        return load_transformers_backend(checkpoint, config, report)
     if computer.library is None:
         from trioengine.worker.torch_backend import load_torch_backend
 
