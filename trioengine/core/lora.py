@@ -76,9 +76,7 @@ class LoRAAdapters:
         Raises:
             RequestError: there is none.
         """
-        adapter = self._find(name, "lora")
-        self._touch(adapter)
-        return adapter
+        return self._find(name, "lora")
 
     def add(self, name: str, path: str, used: Collection[LoRAAdapter]) -> None:
         """Have an adapter read. Where there are as many as there may be, the one goes that was not used for longest.
@@ -146,7 +144,6 @@ class LoRAAdapters:
             self._leaving.remove(adapter)
             self._remove(adapter.lora_id)
             self._slots.pop(adapter.slot, None)
-            self._loads = [load for load in self._loads if load.lora_id != adapter.lora_id]
 
     def has_place(self, adapter: LoRAAdapter) -> bool:
         """Whether a request of this adapter may start: it has a slot, or gets one in which nobody computes."""

@@ -192,6 +192,20 @@ def test_pinned_adapters_keep_their_slots_and_their_memory() -> None:
         assert caught.value.param == "name"
 
 
+def test_a_removed_adapter_gives_its_slot_also_if_it_was_pinned() -> None:
+    driver = make_driver(max_loras=2)
+    add_all(driver, "a", "b", "c")
+    driver.call(PinLoRA("a"))
+    driver.add(make_core_request(0, PROMPT, lora="a"))
+    driver.run()
+    driver.call(RemoveLoRA("a"))
+    answers = [driver.add(make_core_request(slot, PROMPT, lora=lora)) for slot, lora in enumerate("bc")]
+    driver.step()
+    driver.take_all()
+    assert [len(answer.tokens) for answer in answers] == [1, 1]
+    driver.run()
+
+
 def test_there_is_no_room_while_all_adapters_are_used_or_pinned() -> None:
     driver = make_driver(max_loras=2, max_cpu_loras=2)
     add_all(driver, "a", "b")
