@@ -64,6 +64,17 @@ def test_right_drafts_save_steps() -> None:
     assert stats.num_accepted_tokens_per_pos == (3, 2, 2)
 
 
+def test_a_step_is_not_planned_before_its_drafts_are_there() -> None:
+    """Steps are planned ahead until the draft model is asked for the first time."""
+    driver = CoreDriver(config(async_scheduling=True), draft_model=right)
+    answer = driver.add(make_core_request(0, PROMPT, max_tokens=13))
+    driver.run()
+    assert answer.tokens == alone(PROMPT, 13)
+    assert num_steps(driver) == 7
+    stats = driver.call(GetStats())
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (6, 6)
+
+
 def test_wrong_drafts_change_no_token() -> None:
     driver = CoreDriver(config(enable_prefix_caching=True), draft_model=wrong)
     answers = [driver.add(make_core_request(slot, [1] * (slot + 3), max_tokens=12)) for slot in range(4)]
