@@ -172,7 +172,13 @@ def test_sleep_may_wait_for_the_present_requests() -> None:
     driver.run()
     assert tokens == ALONE
     assert driver.call(IsSleeping())
+    latest = driver.add(make_core_request(2))
+    driver.run()
     assert not later.tokens
+    assert not latest.tokens
+    driver.call(WakeUp())
+    driver.run()
+    assert later.tokens == latest.tokens == generate_alone((1, 2, 3), 4, vocab_size=1000)
 
 
 def test_sleep_may_abort() -> None:
