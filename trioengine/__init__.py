@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trioengine.config.engine import EngineConfig
     from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
     from trioengine.types.params import RequestOutputKind, SamplingParams
+    from trioengine.types.pooling import EncodeRequest, PoolingOutput, PoolingParams, TextPairPrompt
     from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
@@ -26,14 +27,18 @@ __all__ = [
     "LLM",
     "ChatPrompt",
     "CompletionOutput",
+    "EncodeRequest",
     "Engine",
     "EngineClient",
     "EngineConfig",
     "FinishReason",
     "GenerateRequest",
+    "PoolingOutput",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPairPrompt",
     "TextPrompt",
     "TokensPrompt",
     "open_engine",
@@ -44,14 +49,18 @@ _HOMES = {
     "LLM": "client.llm",
     "ChatPrompt": "types.request",
     "CompletionOutput": "types.output",
+    "EncodeRequest": "types.pooling",
     "Engine": "client.engine",
     "EngineClient": "client.interface",
     "EngineConfig": "config.engine",
     "FinishReason": "types.output",
     "GenerateRequest": "types.request",
+    "PoolingOutput": "types.pooling",
+    "PoolingParams": "types.pooling",
     "RequestOutput": "types.output",
     "RequestOutputKind": "types.params",
     "SamplingParams": "types.params",
+    "TextPairPrompt": "types.pooling",
     "TextPrompt": "types.request",
     "TokensPrompt": "types.request",
     "open_engine": "client.engine",

@@ -48,7 +48,10 @@ class RequestError(TrioEngineError):
 
 @attrs.define(eq=False, str=False, kw_only=True)
 class PromptTooLongError(RequestError):
-    """The prompt leaves no room for an answer. Shorten it or use a model with a longer context."""
+    """The prompt is longer than the context, or leaves no room for an answer.
+
+    Shorten it or use a model with a longer context.
+    """
 
     message: str = attrs.field(init=False)
     param: str | None = "prompt"
@@ -58,8 +61,10 @@ class PromptTooLongError(RequestError):
     code: ClassVar[str] = "context_length_exceeded"
 
     def __attrs_post_init__(self) -> None:
+        is_too_much = self.num_prompt_tokens > self.max_model_len
         self.message = (
-            f"The prompt has {self.num_prompt_tokens} tokens, which leaves no room for an answer: "
+            f"The prompt has {self.num_prompt_tokens} tokens, which "
+            f"{'is too much' if is_too_much else 'leaves no room for an answer'}: "
             f"this model's maximum context length is {self.max_model_len} tokens."
         )
         self.args = (self.message,)

@@ -13,19 +13,22 @@ import trio
 
 from trioengine.checkpoint.locate import FetchProgress, ModelLocation, resolve_model
 from trioengine.client.channel import CoalescingChannel
+from trioengine.client.encode import encode
 from trioengine.client.link import CoreLink, OnProgress
 from trioengine.client.stream import RequestStream
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
-from trioengine.frontend.frontend import Frontend, PendingCall
-from trioengine.frontend.input_processor import InputProcessor, ProcessedRequest
+from trioengine.frontend.frontend import AddedRequest, Frontend, PendingCall
+from trioengine.frontend.input_processor import InputProcessor, ProcessedEncodeRequest, ProcessedRequest
+from trioengine.frontend.pooling_state import PoolingSink
 from trioengine.runtime.core_handle import CORE_MODULE, CoreHandle
 from trioengine.runtime.launch import CoreLaunch
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.transport.address import create_endpoint
 from trioengine.transport.topology import bind_router, core_identity
 from trioengine.types.messages import Call, ModelFacts, Ready
+from trioengine.types.pooling import EncodeRequest, PoolingOutput
 from trioengine.types.request import GenerateRequest
 
 R = TypeVar("R")
@@ -78,7 +81,17 @@ class Engine:
 
     def start(self, processed: ProcessedRequest, channel: CoalescingChannel) -> Callable[[], None]:
         """Register a request and send it to the core, for `RequestStream`. Calling the result leaves it."""
-        added = self._frontend.add(processed, channel)
+        return self._start(self._frontend.add(processed, channel))
+
+    async def encode(self, request: EncodeRequest) -> PoolingOutput:
+        """The vectors of a prompt. As `EngineClient.encode`."""
+        return await encode(self, request)
+
+    def start_encode(self, processed: ProcessedEncodeRequest, sink: PoolingSink) -> Callable[[], None]:
+        """As `start`, for `encode`."""
+        return self._start(self._frontend.add_encode(processed, sink))
+
+    def _start(self, added: AddedRequest) -> Callable[[], None]:
         self._link.send(added.message)
 
         def leave() -> None:

@@ -8,6 +8,7 @@ from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import Call, ModelFacts
 from trioengine.types.output import RequestOutput
+from trioengine.types.pooling import EncodeRequest, PoolingOutput
 from trioengine.types.request import GenerateRequest
 
 R = TypeVar("R")
@@ -69,6 +70,17 @@ class EngineClient(Protocol):
 
     def generate(self, request: GenerateRequest) -> OutputStream:
         """The outputs of a request. Nothing happens before its `async with` is entered."""
+        ...
+
+    async def encode(self, request: EncodeRequest) -> PoolingOutput:
+        """The vectors of a prompt. Cancelling aborts the request, without awaiting.
+
+        Raises:
+            RequestError: nothing was sent.
+            UnavailableError: the engine is full.
+            EngineGenerateError: this request failed, or was ended by `abort`.
+            EngineDeadError: the engine died.
+        """
         ...
 
     def abort(self, request_id: str) -> None:

@@ -1,21 +1,24 @@
 """`LLM`: the engine as a blocking object in this process, for scripts and notebooks. No event loop is involved."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import attrs
 
 from trioengine.checkpoint.locate import resolve_model
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
+from trioengine.errors import TrioEngineError
 from trioengine.frontend.frontend import Frontend
 from trioengine.frontend.input_processor import InputProcessor
 from trioengine.frontend.pending_output import OutputBuilder, PendingOutput
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.transport.zmq_blocking import poll
+from trioengine.types.messages import ToCore
 from trioengine.types.output import RequestOutput
 from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import EncodePrompt, EncodeRequest, PoolingOutput, PoolingParams, PoolingTask
 from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest, Prompt
 
 _CLIENT = 0
@@ -85,6 +88,50 @@ class LLM:
         prompts = [ChatPrompt(cast(Sequence[ChatMessage], conversation)) for conversation in conversations]
         return self.generate(prompts, sampling_params)
 
+    def encode(
+        self,
+        prompts: EncodePrompt | str | Sequence[EncodePrompt | str | Sequence[int]],
+        pooling_params: PoolingParams | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingOutput]:
+        """The vectors of one prompt or many, in their order, computed together.
+
+        Args:
+            prompts: texts, pairs of texts, lists of token ids, or `Prompt`s.
+            pooling_params: which vectors; None is the task that the model was made for.
+            truncate_prompt_tokens: as `EncodeRequest.truncate_prompt_tokens`.
+
+        Raises:
+            RequestError: a prompt or a parameter cannot work. Nothing was run.
+            EngineGenerateError: a request failed. The others are dropped.
+            KeyboardInterrupt: and all requests are dropped; the next call starts afresh.
+        """
+        several = cast(list[EncodePrompt | str], list(cast(Any, prompts)) if _is_several(prompts) else [prompts])
+        facts = self._built.ready.model.pooling
+        if pooling_params is None:
+            pooling_params = PoolingParams() if facts is None else PoolingParams(task=facts.tasks[0])
+        process = self._input_processor.process_encode
+        processed = [
+            process(EncodeRequest(each, pooling_params, truncate_prompt_tokens=truncate_prompt_tokens))
+            for each in several
+        ]
+        places = [_PoolingPlace() for _ in processed]
+        pairs = zip(processed, places, strict=True)
+        self._run_core(lambda: [self._frontend.add_encode(*pair).message for pair in pairs], places)
+        return [cast(PoolingOutput, place.output) for place in places]
+
+    def embed(
+        self,
+        prompts: Prompt | str | Sequence[Prompt | str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingOutput]:
+        """The embedding of one prompt or many; otherwise as `encode`."""
+        params = PoolingParams(task=PoolingTask.EMBED, dimensions=dimensions)
+        return self.encode(cast(Any, prompts), params, truncate_prompt_tokens=truncate_prompt_tokens)
+
     def close(self) -> None:
         """Give the model's memory back. May be called again."""
         self._built.close()
@@ -100,10 +147,18 @@ class LLM:
     def _run(self, requests: Sequence[GenerateRequest]) -> list[RequestOutput]:
         processed = [self._input_processor.process(request) for request in requests]
         pending = [PendingOutput() for _ in processed]
+        pairs = zip(processed, pending, strict=True)
+        self._run_core(lambda: [self._frontend.add(*pair).message for pair in pairs], pending)
+        return [
+            OutputBuilder(each, is_cumulative=False).build(sink) for each, sink in zip(processed, pending, strict=True)
+        ]
+
+    def _run_core(self, register: Callable[[], Iterable[ToCore]], sinks: Sequence["_Sink"]) -> None:
+        """Let the core compute what `register` asks of it, until all is done or one of the sinks has an error."""
         core, frontend = self._built.core, self._frontend
         try:
-            for each, sink in zip(processed, pending, strict=True):
-                core.handle(_CLIENT, frontend.add(each, sink).message)
+            for message in register():
+                core.handle(_CLIENT, message)
             while frontend.num_open_requests:
                 core.poll()
                 if core.has_work:
@@ -111,15 +166,12 @@ class LLM:
                 self._deliver()
                 if not core.has_work and frontend.num_open_requests:  # All that is left waits for its grammar.
                     poll((), waker=self._built.waker)
-                for sink in pending:
+                for sink in sinks:
                     if sink.error is not None:
                         raise attrs.evolve(sink.error)
         finally:
             frontend.abort_all()
             self._deliver()
-        return [
-            OutputBuilder(each, is_cumulative=False).build(sink) for each, sink in zip(processed, pending, strict=True)
-        ]
 
     def _deliver(self) -> None:
         """Carry the core's output to the front end and the front end's aborts to the core until there is neither."""
@@ -133,6 +185,25 @@ class LLM:
                 return
             for _ in frontend.receive(output):
                 pass
+
+
+class _Sink(Protocol):
+    error: TrioEngineError | None
+
+
+@attrs.define(eq=False)
+class _PoolingPlace:
+    """Where the vectors of one request arrive."""
+
+    output: PoolingOutput | None = None
+    error: TrioEngineError | None = None
+
+    def put(self, output: PoolingOutput) -> None:
+        self.output = output
+
+    def fail(self, error: TrioEngineError) -> None:
+        # The first is why there is no output; what follows is that all others are dropped.
+        self.error = self.error or error
 
 
 def _is_several(prompts: object) -> bool:

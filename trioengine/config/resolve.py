@@ -15,6 +15,8 @@ CPU_MAX_NUM_BATCHED_TOKENS = 256
 TARGET_STEP_S = 0.3
 """An abort is felt after at most one step, so a full one should not take longer than this."""
 MIN_NUM_BATCHED_TOKENS = 16
+ENCODER_MAX_NUM_BATCHED_TOKENS = 2048
+"""Of encoders, which compute whole texts and have no answers that wait meanwhile."""
 MIN_NUM_LOGIT_ROWS = 256
 """Unless a step has fewer tokens. Few sequences, too, may have drafts or want log probabilities of their prompts."""
 KV_CACHE_SHARE_OF_RAM = 0.25
@@ -37,7 +39,7 @@ class ModelShape:
     num_parameters: int
     max_position_embeddings: int
     kv_groups: Sequence[KVGroupShape]
-    """At least one."""
+    """At least one; none of an encoder."""
     vocab_size: int
 
 
@@ -100,6 +102,52 @@ def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) ->
     )
 
 
+def resolve_encoder(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) -> ResolvedConfig:
+    """As `resolve`, for a model that reads texts at once and gives vectors.
+
+    It keeps nothing between steps: what the core counts as blocks are places for whole sequences.
+    """
+    for option in ("kv_cache_memory_bytes", "kv_offload_bytes", "speculative_config"):
+        if getattr(config, option) is not None:
+            raise ConfigError(f"{option} is for models that generate text, which this one does not.", option=option)
+    reasons: dict[str, str] = {}
+    cpu_threads = _cpu_threads(config, hardware, reasons)
+    max_model_len = _max_model_len(config, model, reasons)
+    step_tokens = config.max_num_batched_tokens
+    if step_tokens is None:
+        fitting = _num_fitting_tokens(config, model, hardware, cpu_threads)
+        step_tokens = max(max_model_len, min(ENCODER_MAX_NUM_BATCHED_TOKENS, fitting))
+        reasons["max_num_batched_tokens"] = (
+            f"{step_tokens}: a text of the maximum length, and more where a step stays near"
+            f" {TARGET_STEP_S * 1000:.0f} ms, at most {ENCODER_MAX_NUM_BATCHED_TOKENS}"
+        )
+    else:
+        reasons["max_num_batched_tokens"] = f"{step_tokens}: as set"
+    if step_tokens < max_model_len:
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"max_num_batched_tokens is {step_tokens}, but a text of max_model_len, {max_model_len} tokens, is"
+                " computed in one step.",
+                option="max_num_batched_tokens",
+            )
+        max_model_len = step_tokens
+        reasons["max_model_len"] = f"{step_tokens}: the tokens of one step, which computes whole texts"
+    max_num_seqs = _max_num_seqs(config, step_tokens, reasons)
+    return ResolvedConfig(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=step_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_logit_rows=max_num_seqs,
+        block_size=max_model_len,
+        # Twice, for steps that are planned while others are computed.
+        num_kv_blocks=(2 * max_num_seqs,),
+        num_offload_blocks=0,
+        cpu_threads=cpu_threads,
+        async_scheduling=_async_scheduling(config, reasons),
+        reasons=reasons,
+    )
+
+
 def _cpu_threads(config: EngineConfig, hardware: HardwareFacts, reasons: dict[str, str]) -> int:
     if config.cpu_threads is not None:
         reasons["cpu_threads"] = f"{config.cpu_threads}: as set"
@@ -128,16 +176,26 @@ def _max_num_batched_tokens(
     if config.max_num_batched_tokens is not None:
         reasons["max_num_batched_tokens"] = f"{config.max_num_batched_tokens}: as set"
         return config.max_num_batched_tokens
-    usable = hardware.flops_per_s * min(cpu_threads, hardware.num_cpus) / hardware.num_cpus
-    # A token takes one multiplication and one addition per parameter.
-    seconds_per_token = 2 * model.num_parameters / usable
-    fitting = int(TARGET_STEP_S / seconds_per_token) // config.block_size * config.block_size
+    seconds_per_token = _seconds_per_token(model, hardware, cpu_threads)
+    fitting = _num_fitting_tokens(config, model, hardware, cpu_threads)
     num_tokens = max(MIN_NUM_BATCHED_TOKENS, min(CPU_MAX_NUM_BATCHED_TOKENS, fitting))
     reasons["max_num_batched_tokens"] = (
         f"{num_tokens}: at most {CPU_MAX_NUM_BATCHED_TOKENS} on a CPU, at least {MIN_NUM_BATCHED_TOKENS}, and a step"
         f" near {TARGET_STEP_S * 1000:.0f} ms at an estimated {seconds_per_token * 1000:.2g} ms per token"
     )
     return num_tokens
+
+
+def _seconds_per_token(model: ModelShape, hardware: HardwareFacts, cpu_threads: int) -> float:
+    usable = hardware.flops_per_s * min(cpu_threads, hardware.num_cpus) / hardware.num_cpus
+    # A token takes one multiplication and one addition per parameter.
+    return 2 * model.num_parameters / usable
+
+
+def _num_fitting_tokens(config: EngineConfig, model: ModelShape, hardware: HardwareFacts, cpu_threads: int) -> int:
+    """How many a step can compute in `TARGET_STEP_S`, in whole blocks."""
+    fitting = int(TARGET_STEP_S / _seconds_per_token(model, hardware, cpu_threads))
+    return fitting // config.block_size * config.block_size
 
 
 def _max_num_seqs(config: EngineConfig, max_num_batched_tokens: int, reasons: dict[str, str]) -> int:

@@ -41,6 +41,8 @@ class CoreConfig:
     """How many of them may be long."""
     long_prefill_token_threshold: int = 0
     """Prompts with more tokens are long, and take at most so many in a step; 0 is none."""
+    splits_prompts: bool = True
+    """Whether several steps may compute a prompt, one part after another. Not where each token sees those behind it."""
     async_scheduling: bool = False
     """Whether a step is scheduled while the one before it is computed."""
     speculation: SpeculationConfig | None = None

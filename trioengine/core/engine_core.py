@@ -18,7 +18,7 @@ from trioengine.core.lora import LoRAAdapter, LoRAAdapters
 from trioengine.core.operations import DeferredReply, run_call
 from trioengine.core.outbox import Outbox
 from trioengine.core.pause import Pause
-from trioengine.core.request import Request, RequestEvent, make_request
+from trioengine.core.request import Request, RequestEvent, make_encode_request, make_request
 from trioengine.core.scheduler import Scheduler
 from trioengine.core.step import StepOutcome
 from trioengine.core.structured_output import Grammar, StructuredOutputs
@@ -27,6 +27,7 @@ from trioengine.types.codec import error_to_data
 from trioengine.types.messages import (
     AbortRequests,
     CallRequest,
+    EncodeCoreRequest,
     EngineCoreRequest,
     Finished,
     PauseMode,
@@ -54,7 +55,7 @@ class _Client:
 class EngineCore:
     """All requests of one core.
 
-    Every `EngineCoreRequest` gets exactly one `Finished`: at its end, when it is aborted, when it is refused and when
+    Every request gets exactly one `Finished`: at its end, when it is aborted, when it is refused and when
     it fails. Only one for a slot that is in use is dropped without an answer, for an answer would end the slot's
     present request in the eyes of the front end; no front end that keeps to the protocol sends one.
 
@@ -108,7 +109,7 @@ class EngineCore:
         `Stop` is for the loop around the core, not for the core.
         """
         match message:
-            case EngineCoreRequest():
+            case EngineCoreRequest() | EncodeCoreRequest():
                 self._add(client, message)
             case AbortRequests(slots):
                 for slot in slots:
@@ -235,18 +236,14 @@ class EngineCore:
         for state in self._clients.values():
             yield from state.requests.values()
 
-    def _add(self, client: int, message: EngineCoreRequest) -> None:
+    def _add(self, client: int, message: EngineCoreRequest | EncodeCoreRequest) -> None:
         state = self._clients.setdefault(client, _Client())
         slot = message.slot
         if slot in state.requests or not 0 <= slot <= MAX_SLOT:
             logger.error("Ignored request %.80r of client %d: slot %d is not free.", message.request_id, client, slot)
             return
         try:
-            lora = None if message.lora is None else self.loras.find(message.lora)
-            request = make_request(client, message, self._num_arrivals, self._config, lora)
-            self.executor.check_sampling(request.sampling)
-            self.scheduler.check(request)
-            request.grammar = self._start_grammar(request, message)
+            request = self._make_request(client, message)
         except Exception as error:  # A border: what is wrong with one request is that request's answer.
             state.outbox.finish(Finished(slot, FinishReason.ABORT, error=error_to_data(error)))
             return
@@ -254,6 +251,20 @@ class EngineCore:
         state.requests[slot] = request
         self._held[request.sequence_id] = request
         self._release_if_allowed(request)
+
+    def _make_request(self, client: int, message: EngineCoreRequest | EncodeCoreRequest) -> Request:
+        lora = None if message.lora is None else self.loras.find(message.lora)
+        match message:
+            case EngineCoreRequest():
+                request = make_request(client, message, self._num_arrivals, self._config, lora)
+                self.executor.check_sampling(request.sampling)
+                self.scheduler.check(request)
+                request.grammar = self._start_grammar(request, message)
+            case EncodeCoreRequest():
+                request = make_encode_request(client, message, self._num_arrivals, self._config, lora)
+                self.executor.check_pooling(message.pooling)
+                self.scheduler.check(request)
+        return request
 
     def _start_grammar(self, request: Request, message: EngineCoreRequest) -> Grammar | None:
         params = request.sampling.structured_outputs
@@ -332,6 +343,8 @@ class EngineCore:
             clients[request.client].outbox.add_logprobs(request.slot, logprobs)
         for request, logprobs in outcome.prompt_logprobs:
             clients[request.client].outbox.add_prompt_logprobs(request.slot, logprobs)
+        for request, vectors in outcome.pooled:
+            clients[request.client].outbox.add_pooled(request.slot, vectors)
         for request in outcome.finished:
             self._emit_finished(request)
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import PoolingParams
 
 NO_TOKEN = -1
 """In `StepResult.tokens`: nothing was sampled, for this sequence's prompt is not complete, or its `max_tokens` is 0."""
@@ -65,6 +66,10 @@ class NewSequence:
     """Tokens that must not be sampled before `sampling.min_tokens` tokens are generated."""
     lora_slot: int = 0
     """The slot of its adapter, which stays there while the sequence is known; 0 is no adapter."""
+    pooling: PoolingParams | None = None
+    """Vectors are wanted of it, not tokens; complete. `sampling.max_tokens` is 0 then."""
+    second_text_start: int | None = None
+    """The first token of the second text, where it is two and the model tells them apart."""
 
 
 @attrs.define
@@ -176,6 +181,9 @@ class StepResult:
     """By index: what the executor's draft model expects after the new tokens."""
     draft_seconds: float = 0.0
     """Of the step's time, what the draft model took."""
+    pooled: Mapping[int, NDArray[np.float32]] = attrs.field(factory=dict[int, NDArray[np.float32]])
+    """By index, for sequences with `pooling`, in the step that reaches the end of their tokens: [width], or [tokens,
+    width] where each token has a vector."""
     failed_loads: Sequence[BlockCopy] = ()
     """Blocks that could not be filled. What was computed from them is wrong."""
 
@@ -213,6 +221,14 @@ class Executor(Protocol):
 
     def remove_lora(self, lora_id: int) -> None:
         """Forget an adapter that no later plan loads. A slot that has it keeps it until another comes."""
+        ...
+
+    def check_pooling(self, pooling: PoolingParams) -> None:
+        """Return when these vectors can be had here.
+
+        Raises:
+            RequestError: naming the field at fault.
+        """
         ...
 
     def submit(self, plan: StepPlan) -> None:

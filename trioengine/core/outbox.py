@@ -6,8 +6,11 @@ It knows columns and their order, not what happens to a message afterwards.
 from array import array
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trioengine.core.executor import TokenLogprobs
-from trioengine.types.messages import Finished, LogprobColumns, StepOutput
+from trioengine.types.messages import Finished, LogprobColumns, PooledOutput, StepOutput, pack_int32
 
 
 class Outbox:
@@ -24,6 +27,7 @@ class Outbox:
         self._cached_tokens = array("i")
         self._logprobs = _LogprobRows()
         self._prompt_logprobs = _LogprobRows()
+        self._pooled: list[tuple[int, NDArray[np.float32]]] = []
         self._sequence = 0
 
     @property
@@ -48,6 +52,10 @@ class Outbox:
         """Add log probabilities of the next tokens of a slot's prompt."""
         self._prompt_logprobs.add(slot, logprobs)
 
+    def add_pooled(self, slot: int, vectors: NDArray[np.float32]) -> None:
+        """Add a slot's vectors, [width] or [rows, width]. Its end is added, too."""
+        self._pooled.append((slot, vectors))
+
     def take(self, step: int, timestamp_s: float) -> StepOutput | None:
         """Everything pending as the client's next message; None when there is nothing."""
         if self.is_empty:
@@ -69,10 +77,11 @@ class Outbox:
             logprobs=self._logprobs.take(),
             prompt_logprobs=self._prompt_logprobs.take(),
             cached_tokens=self._cached_tokens.tobytes(),
+            pooled=_pooled_output(self._pooled) if self._pooled else None,
         )
         self._sequence += 1
         self.slots, self.tokens, self._finished = array("i"), array("i"), []
-        self._cached_tokens = array("i")
+        self._cached_tokens, self._pooled = array("i"), []
         return output
 
 
@@ -102,6 +111,15 @@ class _LogprobRows:
     def _clear(self) -> None:
         self.slots, self._counts, self._ranks, self._token_ids = (array("i") for _ in range(4))
         self._logprobs = array("f")
+
+
+def _pooled_output(pooled: Sequence[tuple[int, NDArray[np.float32]]]) -> PooledOutput:
+    return PooledOutput(
+        slots=pack_int32([slot for slot, _ in pooled]),
+        num_rows=pack_int32([len(vectors) if vectors.ndim == 2 else -1 for _, vectors in pooled]),
+        widths=pack_int32([vectors.shape[-1] for _, vectors in pooled]),
+        values=b"".join([np.ascontiguousarray(vectors, np.float32).tobytes() for _, vectors in pooled]),
+    )
 
 
 def _tokens_by_slot(slots: "array[int]", tokens: "array[int]") -> Mapping[int, list[int]]:

@@ -17,9 +17,10 @@ from trioengine.core.prefix_cache import cache_namespace
 from trioengine.core.speculation import RequestSpeculation
 from trioengine.core.structured_output import Grammar
 from trioengine.errors import PromptTooLongError, RequestError
-from trioengine.types.messages import EngineCoreRequest, Finished
+from trioengine.types.messages import EncodeCoreRequest, EngineCoreRequest, Finished
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import PoolingParams
 
 
 class RequestStatus(enum.Enum):
@@ -90,6 +91,10 @@ class Request:
     work: ScheduledSequence
     """Its entry in every plan, changed in place from step to step: a new object for each running request and step
     would be a good part of the cost of a step."""
+    pooling: PoolingParams | None = None
+    """Vectors are wanted of its prompt, and no answer."""
+    second_text_start: int | None = None
+    """As `NewSequence.second_text_start`."""
     status: RequestStatus = RequestStatus.WAITING
     finished: Finished | None = None
     """How it ended."""
@@ -133,7 +138,12 @@ class Request:
     @property
     def is_special(self) -> bool:
         """Whether results of its steps may be something else than one token each."""
-        return self.grammar is not None or self.has_prompt_logprobs
+        return self.grammar is not None or self.has_prompt_logprobs or self.pooling is not None
+
+    @property
+    def may_use_cached(self) -> bool:
+        """Whether tokens that are cached need not be computed: not where something is wanted of each of them."""
+        return not self.has_prompt_logprobs and (self.pooling is None or not self.pooling.needs_all_tokens)
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -154,6 +164,8 @@ class Request:
             seed=self.seed,
             end_token_ids=tuple(sorted(self.end_token_ids)),
             lora_slot=NO_SLOT if self.lora is None else self.lora.slot,
+            pooling=self.pooling,
+            second_text_start=self.second_text_start,
         )
 
     def stop_after(self, token: int) -> Finished | None:
@@ -204,7 +216,7 @@ def make_request(
     """
     sampling = message.sampling
     sampling.validate()
-    token_ids = _checked_prompt(message.prompt_token_ids, config)
+    token_ids = _checked_prompt(message.prompt_token_ids, config, config.max_model_len, num_answer_tokens=1)
     eos_token_ids = frozenset(message.eos_token_ids)
     end_token_ids = eos_token_ids.union(sampling.stop_token_ids)
     _check_in_vocabulary("stop_token_ids", end_token_ids, config)
@@ -234,15 +246,62 @@ def make_request(
     )
 
 
-def _checked_prompt(column: bytes, config: CoreConfig) -> "array[int]":
+def make_encode_request(
+    client: int,
+    message: EncodeCoreRequest,
+    sequence_id: int,
+    config: CoreConfig,
+    lora: LoRAAdapter | None = None,
+) -> Request:
+    """The request that a message asks for, checked, as `make_request` does.
+
+    Raises:
+        PromptTooLongError: the prompt is longer than the context, or than a step where it cannot be split.
+        RequestError: naming another field at fault.
+    """
+    message.pooling.validate()
+    max_len = (
+        config.max_model_len if config.splits_prompts else min(config.max_model_len, config.max_num_batched_tokens)
+    )
+    token_ids = _checked_prompt(message.prompt_token_ids, config, max_len, num_answer_tokens=0)
+    second_start = message.second_text_start
+    if second_start is not None and not 0 <= second_start < len(token_ids):
+        raise RequestError(f"second_text_start is {second_start}, behind the prompt.", param="second_text_start")
+    threshold = config.long_prefill_token_threshold if config.splits_prompts else 0
+    return Request(
+        client=client,
+        slot=message.slot,
+        request_id=message.request_id,
+        sequence_id=sequence_id,
+        priority=message.priority if config.scheduling_policy is SchedulingPolicy.PRIORITY else 0,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        max_total_tokens=len(token_ids),
+        sampling=_NO_ANSWER,
+        seed=0,
+        eos_token_ids=frozenset(),
+        end_token_ids=frozenset(),
+        namespace=cache_namespace(message.cache_salt, None if lora is None else lora.cache_name),
+        lora=lora,
+        is_long=0 < threshold < len(token_ids),
+        work=ScheduledSequence(sequence_id, num_computed_tokens=0, num_tokens=0),
+        pooling=message.pooling,
+        second_text_start=second_start,
+    )
+
+
+_NO_ANSWER = SamplingParams(max_tokens=0)
+
+
+def _checked_prompt(column: bytes, config: CoreConfig, max_len: int, *, num_answer_tokens: int) -> "array[int]":
     token_ids = array("i")
     if len(column) % token_ids.itemsize:
         raise RequestError(f"The prompt's token ids are not int32: they have {len(column)} bytes.", param="prompt")
     token_ids.frombytes(column)
     if not token_ids:
         raise RequestError("The prompt has no tokens.", param="prompt")
-    if len(token_ids) >= config.max_model_len:
-        raise PromptTooLongError(num_prompt_tokens=len(token_ids), max_model_len=config.max_model_len)
+    if len(token_ids) + num_answer_tokens > max_len:
+        raise PromptTooLongError(num_prompt_tokens=len(token_ids), max_model_len=max_len)
     _check_in_vocabulary("prompt", token_ids, config)
     return token_ids
 

@@ -72,8 +72,14 @@ class ResultReader:
                 outcome.prompt_logprobs.append((request, unsent))
             is_incomplete = index in step.incomplete
             if not is_incomplete and request.max_total_tokens == request.num_prompt_tokens:
-                # Only its prompt's log probabilities were asked for.
-                self._stop(request, Finished(request.slot, FinishReason.LENGTH), outcome)
+                # Nothing was asked for but something of its prompt.
+                reason = FinishReason.LENGTH
+                if request.pooling is not None:
+                    reason = FinishReason.STOP
+                    if index not in result.pooled:
+                        raise RuntimeError(f"The executor has no vector for sequence {request.sequence_id}.")
+                    outcome.pooled.append((request, result.pooled[index]))
+                self._stop(request, Finished(request.slot, reason), outcome)
                 continue
             if is_incomplete is not (result.tokens[index] == NO_TOKEN):
                 raise RuntimeError(f"The executor sampled nothing, or too early, for sequence {request.sequence_id}.")

@@ -131,7 +131,7 @@ class Scheduler:
                 f"{self._kv_cache.num_blocks_for(num_tokens)} blocks of KV cache; the engine has "
                 f"{self._kv_cache.num_blocks}. Lower max_tokens, shorten the prompt or give the engine more KV cache "
                 "memory.",
-                param="max_tokens",
+                param="max_tokens" if request.pooling is None else "prompt",
             )
 
     def add(self, request: Request) -> None:
@@ -293,6 +293,8 @@ class Scheduler:
                 continue
             num_tokens = self._num_prompt_tokens(step, request, len(request.token_ids), step.num_tokens_left)
             is_partial = num_tokens < len(request.token_ids)
+            if is_partial and not self._config.splits_prompts:
+                break
             if is_partial and len(step.incomplete) >= self._config.max_num_partial_prefills:
                 break
             admission = self._find_place(request, num_tokens, may_preempt=before is not None)
@@ -310,7 +312,7 @@ class Scheduler:
                     request.token_ids,
                     max_new_tokens=num_tokens if kv_cache.has_windows else None,
                     namespace=request.namespace,
-                    use_cached=not request.has_prompt_logprobs,
+                    use_cached=request.may_use_cached,
                 )
                 if admission is not None:
                     return admission

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from trioengine.core.executor import NewSequence, ScheduledSequence, TokenLogprobs
 from trioengine.core.request import Request
@@ -53,3 +55,5 @@ class StepOutcome:
         factory=list[tuple[Request, Sequence[TokenLogprobs]]]
     )
     """The next part of the request's prompt."""
+    pooled: list[tuple[Request, NDArray[np.float32]]] = attrs.field(factory=list[tuple[Request, NDArray[np.float32]]])
+    """The vectors of requests that end with this step."""

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import attrs
 
 from trioengine.errors import EngineClosedError, EngineDeadError, EngineGenerateError, TrioEngineError
-from trioengine.frontend.input_processor import ProcessedRequest
+from trioengine.frontend.input_processor import ProcessedEncodeRequest, ProcessedRequest
 from trioengine.frontend.logprobs import entries_by_slot
+from trioengine.frontend.pooling_state import PoolingSink, PoolingState, vectors_by_slot
 from trioengine.frontend.request_state import RequestState
 from trioengine.frontend.sink import Sink
 from trioengine.types.codec import decode_reply, error_from_data
@@ -20,6 +21,7 @@ from trioengine.types.messages import (
     AbortRequests,
     Call,
     CallRequest,
+    EncodeCoreRequest,
     EngineCoreRequest,
     Finished,
     Reply,
@@ -48,8 +50,8 @@ class PendingCall:
 class AddedRequest:
     """A registered request: what the core must be sent, and the handle to leave it by."""
 
-    message: EngineCoreRequest
-    state: RequestState
+    message: EngineCoreRequest | EncodeCoreRequest
+    state: RequestState | PoolingState
 
 
 class Frontend:
@@ -60,7 +62,7 @@ class Frontend:
     """
 
     def __init__(self) -> None:
-        self._states: list[RequestState | None] = []
+        self._states: list[RequestState | PoolingState | None] = []
         self._free_slots: list[int] = []
         self._slots_by_external_id: dict[str, set[int]] = {}
         self._aborted_slots: dict[int, None] = {}  # An ordered set.
@@ -80,18 +82,12 @@ class Frontend:
             EngineDeadError, EngineClosedError: the engine is gone.
         """
         self._raise_if_dead()
-        number = next(self._request_numbers)
-        external_id = processed.external_id
-        slot = self._free_slots.pop() if self._free_slots else len(self._states)
+        slot = self._next_slot
         state = RequestState(slot, processed, sink)
-        if slot == len(self._states):
-            self._states.append(state)
-        else:
-            self._states[slot] = state
-        self._slots_by_external_id.setdefault(external_id, set()).add(slot)
+        request_id = self._register(state)
         message = EngineCoreRequest(
             slot=slot,
-            request_id=f"{external_id}/{number}",
+            request_id=request_id,
             prompt_token_ids=pack_int32(processed.prompt_token_ids),
             sampling=processed.sampling,
             seed=processed.seed,
@@ -103,7 +99,25 @@ class Frontend:
         )
         return AddedRequest(message, state)
 
-    def drop(self, state: RequestState) -> None:
+    def add_encode(self, processed: ProcessedEncodeRequest, sink: PoolingSink) -> AddedRequest:
+        """As `add`, for a request for vectors."""
+        self._raise_if_dead()
+        slot = self._next_slot
+        state = PoolingState(slot, processed, sink)
+        request_id = self._register(state)
+        message = EncodeCoreRequest(
+            slot=slot,
+            request_id=request_id,
+            prompt_token_ids=pack_int32(processed.prompt_token_ids),
+            pooling=processed.pooling,
+            second_text_start=processed.second_text_start,
+            priority=processed.priority,
+            cache_salt=processed.cache_salt,
+            lora=processed.lora,
+        )
+        return AddedRequest(message, state)
+
+    def drop(self, state: RequestState | PoolingState) -> None:
         """The reader of this request has left: it is to be aborted, unless it has ended."""
         if state.is_open:
             state.drop()
@@ -155,6 +169,21 @@ class Frontend:
         """Slots that the core may still send rows for."""
         return len(self._states) - len(self._free_slots)
 
+    @property
+    def _next_slot(self) -> int:
+        """The slot of the request that is registered next."""
+        return self._free_slots[-1] if self._free_slots else len(self._states)
+
+    def _register(self, state: RequestState | PoolingState) -> str:
+        """Take `_next_slot` for a request. Returns its name for the core, which no other request ever has."""
+        if self._free_slots:
+            self._free_slots.pop()
+            self._states[state.slot] = state
+        else:
+            self._states.append(state)
+        self._slots_by_external_id.setdefault(state.external_id, set()).add(state.slot)
+        return f"{state.external_id}/{next(self._request_numbers)}"
+
     # From the core
 
     def receive(self, message: StepOutput | Reply) -> Iterator[None]:
@@ -190,6 +219,10 @@ class Frontend:
         self._next_sequence += 1
         if message.cached_tokens or message.prompt_logprobs is not None or message.logprobs is not None:
             self._receive_besides(message)
+        if message.pooled is not None:
+            for slot, vectors in vectors_by_slot(message.pooled):
+                if isinstance(state := self._states[slot], PoolingState):
+                    state.receive_pooled(vectors)
         slots = unpack_int32(message.slots)
         tokens = unpack_int32(message.tokens).tolist()
         counts = unpack_int32(message.counts) if message.counts else None
@@ -227,7 +260,7 @@ class Frontend:
             finished = None  # The tokens are valid; `_receive_finished` delivers the error behind them.
         self._give(state, token_ids, finished)
 
-    def _give(self, state: RequestState, token_ids: Sequence[int], finished: Finished | None) -> None:
+    def _give(self, state: RequestState | PoolingState, token_ids: Sequence[int], finished: Finished | None) -> None:
         try:
             is_stopped = state.receive(token_ids, finished)
         except Exception as error:  # A border: a fault in one request's text must not reach the others.
@@ -267,12 +300,12 @@ class Frontend:
         else:
             pending.on_reply(value)
 
-    def _forget(self, state: RequestState) -> None:
+    def _forget(self, state: RequestState | PoolingState) -> None:
         """This side is done with the request; the core must be told."""
         self._unname(state)
         self._aborted_slots[state.slot] = None
 
-    def _unname(self, state: RequestState) -> None:
+    def _unname(self, state: RequestState | PoolingState) -> None:
         slots = self._slots_by_external_id.get(state.external_id)
         if slots is not None:
             slots.discard(state.slot)

@@ -9,10 +9,12 @@ import attrs
 
 from trioengine.errors import PromptTooLongError, RequestError
 from trioengine.tokenizer.chat_template import render_chat
+from trioengine.tokenizer.pairs import PairTokens, encode_cut, encode_pair
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import ModelFacts
 from trioengine.types.params import SamplingParams, check_text
-from trioengine.types.request import MAX_LORA_NAME_CHARS, ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
+from trioengine.types.pooling import EncodePrompt, EncodeRequest, PoolingParams, PoolingTask, TextPairPrompt
+from trioengine.types.request import MAX_LORA_NAME_CHARS, ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokensPrompt
 
 MAX_CACHE_SALT_CHARS = 256
 LONG_PROMPT_CHARS = 16_384
@@ -41,6 +43,21 @@ class ProcessedRequest:
 
 
 @attrs.frozen
+class ProcessedEncodeRequest:
+    """A request for vectors that is certain to be accepted by the core."""
+
+    external_id: str
+    prompt_token_ids: tuple[int, ...]
+    pooling: PoolingParams
+    """Complete."""
+    second_text_start: int | None = None
+    """The first token of the second text of a pair, where the model tells the two apart."""
+    priority: int = 0
+    cache_salt: str | None = attrs.field(default=None, repr=False)
+    lora: str | None = None
+
+
+@attrs.frozen
 class InputProcessor:
     """Tokenizes prompts and checks requests against one model. Pure, and safe in any thread."""
 
@@ -54,11 +71,13 @@ class InputProcessor:
             RequestError: naming the field at fault.
             PromptTooLongError: the context has no room for one more token.
         """
+        if not self.model.can_generate:
+            raise RequestError("This model generates no text; it is for embeddings and the like.", param="model")
         request.sampling.validate()
         _check_request(request)
         self._check_token_ids(request.sampling)
         self._check_logprobs(request.sampling)
-        prompt_token_ids = self._prompt_token_ids(request)
+        prompt_token_ids = self._prompt_token_ids(request.prompt)
         if not prompt_token_ids:
             raise RequestError(
                 "The prompt is empty: this model needs at least one token to start from.", param="prompt"
@@ -84,9 +103,42 @@ class InputProcessor:
             warnings=warnings,
         )
 
-    def is_long(self, request: GenerateRequest) -> bool:
+    def process_encode(self, request: EncodeRequest) -> ProcessedEncodeRequest:
+        """The tokens of a request for vectors, and its complete parameters.
+
+        Raises:
+            RequestError: naming the field at fault.
+            PromptTooLongError: the prompt is longer than the context.
+        """
+        facts = self.model.pooling
+        if facts is None:
+            raise RequestError("This model gives no vectors.", param="model")
+        pooling = facts.complete(request.pooling)
+        _check_request(request)
+        if pooling.task is PoolingTask.SCORE and isinstance(request.prompt, (TextPrompt, ChatPrompt)):
+            raise RequestError("A score is of two texts.", param="prompt")
+        tokens = self._encode_tokens(request.prompt, self._max_prompt_len(request))
+        if not tokens.token_ids:
+            raise RequestError("The prompt is empty: this model needs at least one token.", param="prompt")
+        if len(tokens.token_ids) > self.model.max_model_len:
+            raise PromptTooLongError(
+                num_prompt_tokens=len(tokens.token_ids), max_model_len=self.model.max_model_len, param="prompt"
+            )
+        return ProcessedEncodeRequest(
+            external_id=request.request_id or f"request-{secrets.token_hex(8)}",
+            prompt_token_ids=tuple(tokens.token_ids),
+            pooling=pooling,
+            second_text_start=tokens.second_text_start,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            lora=request.lora,
+        )
+
+    def is_long(self, request: GenerateRequest | EncodeRequest) -> bool:
         """Whether `process` takes long enough to belong into a thread."""
         match request.prompt:
+            case TextPairPrompt(first, second):
+                return len(first) + len(second) > LONG_PROMPT_CHARS
             case TextPrompt(text):
                 return len(text) > LONG_PROMPT_CHARS
             case TokensPrompt(token_ids):
@@ -103,8 +155,32 @@ class InputProcessor:
         known = dict.fromkeys((*self.model.eos_token_ids, *self.tokenizer.eos_token_ids))
         return tuple(token_id for token_id in known if token_id < self.model.vocab_size)
 
-    def _prompt_token_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        match request.prompt:
+    def _max_prompt_len(self, request: EncodeRequest) -> int | None:
+        """To how many tokens the prompt is cut, if so."""
+        wanted, most = request.truncate_prompt_tokens, self.model.max_model_len
+        if wanted is None:
+            return None
+        if type(wanted) is not int or not (wanted == -1 or 1 <= wanted <= most):
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or 1 to {most}, the model's maximum context length.",
+                param="truncate_prompt_tokens",
+            )
+        return most if wanted == -1 else wanted
+
+    def _encode_tokens(self, prompt: EncodePrompt, max_len: int | None) -> PairTokens:
+        match prompt:
+            case TextPairPrompt(first, second):
+                check_text(first, "prompt.first")
+                check_text(second, "prompt.second")
+                return encode_pair(self.tokenizer, first, second, max_len)
+            case TextPrompt(text) if max_len is not None:
+                return PairTokens(encode_cut(self.tokenizer, text, max_len))
+            case _:
+                token_ids = self._prompt_token_ids(prompt)
+                return PairTokens(token_ids[:max_len])
+
+    def _prompt_token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        match prompt:
             case TextPrompt(text):
                 return tuple(self.tokenizer.encode(text))
             case TokensPrompt(token_ids):
@@ -152,7 +228,7 @@ class InputProcessor:
                 )
 
 
-def _check_request(request: GenerateRequest) -> None:
+def _check_request(request: GenerateRequest | EncodeRequest) -> None:
     """Check what belongs to the request itself, and needs no model."""
     if request.request_id is not None:
         check_text(request.request_id, "request_id")
@@ -166,7 +242,7 @@ def _check_request(request: GenerateRequest) -> None:
         check_text(request.lora, "lora")
         if not 0 < len(request.lora) <= MAX_LORA_NAME_CHARS:
             raise RequestError(f"lora must have 1 to {MAX_LORA_NAME_CHARS} characters.", param="lora")
-    if type(request.reasoning_ended) not in (bool, NoneType):
+    if isinstance(request, GenerateRequest) and type(request.reasoning_ended) not in (bool, NoneType):
         raise RequestError("reasoning_ended must be True, False or None.", param="reasoning_ended")
 
 

@@ -191,8 +191,12 @@ class Ops(Protocol[TensorT, MatrixT, VectorT]):
         """`cap * tanh(x / cap)`."""
         ...
 
-    def select_logit_rows(self, x: TensorT) -> TensorT:
-        """The rows of the tokens whose successors are wanted."""
+    def select_rows(self, x: TensorT) -> TensorT:
+        """The rows of the tokens whose successors or hidden states are wanted."""
+        ...
+
+    def keep_hidden(self, x: TensorT) -> TensorT:
+        """Keep hidden states for whoever wants them; the rows of the tokens whose successors are wanted."""
         ...
 
 
@@ -242,12 +246,12 @@ class Decoder(Generic[MatrixT, VectorT]):
             x = ops.attention(query, self._shapes[i])
             if layer is weights.layers[-1]:
                 # All keys and values are stored: the other tokens have done what they are for.
-                x, residual = ops.select_logit_rows(x), ops.select_logit_rows(residual)
+                x, residual = ops.select_rows(x), ops.select_rows(residual)
             x = ops.linear(x, layer.output, layer.output_bias)
             x, residual = self._add(ops, x, layer.attention_post_norm, residual, layer.mlp_norm)
             x = self._mlp(ops, x, layer.mlp)
             x, residual = self._add(ops, x, layer.mlp_post_norm, residual, next_norm)
-        logits = ops.linear(x, weights.head)
+        logits = ops.linear(ops.keep_hidden(x), weights.head)
         return logits if config.logit_soft_cap is None else ops.soft_cap(logits, config.logit_soft_cap)
 
     def _add(

@@ -366,9 +366,13 @@ class NativeOps:
         self.builder.soft_cap(x, cap)
         return x
 
-    def select_logit_rows(self, x: Buffer) -> Buffer:
-        """As `ProgramBuilder.select_rows`."""
-        return self.builder.select_rows(x)
+    def select_rows(self, x: Buffer) -> Buffer:
+        """As `ProgramBuilder.select_rows_with_hidden`."""
+        return self.builder.select_rows_with_hidden(x)
+
+    def keep_hidden(self, x: Buffer) -> Buffer:
+        """As `ProgramBuilder.keep_hidden`."""
+        return self.builder.keep_hidden(x)
 
 
 def record(

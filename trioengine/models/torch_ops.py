@@ -69,6 +69,8 @@ class DecoderInput:
     """[num_logit_rows]: the tokens whose successors are wanted."""
     lora_slots: Tensor | None = None
     """[num_tokens]: each token's adapter, 0 is none. None is 0 for all."""
+    hidden_rows: Tensor = attrs.field(factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[num_hidden_rows]: the tokens whose hidden states are wanted."""
 
 
 class TorchOps:
@@ -85,6 +87,8 @@ class TorchOps:
         self._kv_cache = kv_cache
         self._loras = None if batch.lora_slots is None else loras
         self._lora_slots = batch.lora_slots
+        self.hidden_states: Tensor | None = None
+        """[num_hidden_rows, hidden_size], when the decoder is done."""
         self._angles: dict[Rotation[Tensor], tuple[Tensor, Tensor]] = {}
 
     def embedding(self, table: Tensor, multiplier: float) -> Tensor:
@@ -178,11 +182,20 @@ class TorchOps:
         """As `trioengine_kernels.soft_cap`."""
         return soft_cap(x, cap)
 
-    def select_logit_rows(self, x: Tensor) -> Tensor:
-        """The rows of `DecoderInput.logit_rows`. From here on there are no others."""
+    def select_rows(self, x: Tensor) -> Tensor:
+        """The rows of `DecoderInput.logit_rows`, then those of `hidden_rows`. From here on there are no others."""
+        rows = torch.cat((self._batch.logit_rows, self._batch.hidden_rows))
         if self._batch.lora_slots is not None:
-            self._lora_slots = self._batch.lora_slots.index_select(0, self._batch.logit_rows)
-        return x.index_select(0, self._batch.logit_rows)
+            self._lora_slots = self._batch.lora_slots.index_select(0, rows)
+        return x.index_select(0, rows)
+
+    def keep_hidden(self, x: Tensor) -> Tensor:
+        """Keeps the rows of `hidden_rows`; returns the others."""
+        num_logit_rows = len(self._batch.logit_rows)
+        self.hidden_states = x[num_logit_rows:]
+        if self._lora_slots is not None:
+            self._lora_slots = self._lora_slots[:num_logit_rows]
+        return x[:num_logit_rows]
 
 
 _GATES: Mapping[Activation, Callable[[Tensor], Tensor]] = {

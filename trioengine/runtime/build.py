@@ -9,10 +9,11 @@ import logging
 from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
-from trioengine.config.resolve import ResolvedConfig, resolve
+from trioengine.config.resolve import ModelShape, ResolvedConfig, resolve, resolve_encoder
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
 from trioengine.core.structured_output import StructuredOutputs
+from trioengine.models.encoder_loader import EncoderCheckpoint, open_encoder
 from trioengine.models.loader import Checkpoint
 from trioengine.runtime.core_process import BuiltCore, ReportProgress
 from trioengine.runtime.launch import CoreLaunch
@@ -47,6 +48,9 @@ def build_engine_core(
         CheckpointError, ConfigError: the model or an option cannot work.
         EngineStartError: there is not enough memory.
     """
+    encoder = open_encoder(location)
+    if encoder is not None:
+        return _build_encoder_core(config, encoder, progress)
     env.let_compute_threads_sleep()
     progress("preparing the kernels", 0.0)
     from trioengine.worker.loading import (
@@ -89,7 +93,13 @@ def build_engine_core(
         wake=waker.wake,
     )
     core = EngineCore(_core_config(config, resolved, model.vocab_size), executor, structured_outputs)
-    facts = ModelFacts(resolved.max_model_len, model.vocab_size, model.eos_token_ids, config.max_logprobs)
+    facts = ModelFacts(
+        resolved.max_model_len,
+        model.vocab_size,
+        model.eos_token_ids,
+        config.max_logprobs,
+        pooling=executor.pooling,
+    )
     ready = Ready(facts, max(resolved.num_kv_blocks), resolved.block_size, dict(resolved.reasons))
 
     def close() -> None:
@@ -98,6 +108,50 @@ def build_engine_core(
         waker.close()
 
     return BuiltCore(core, ready, close, waker)
+
+
+def _build_encoder_core(config: EngineConfig, checkpoint: EncoderCheckpoint, progress: ReportProgress) -> BuiltCore:
+    """As `build_engine_core`, for a model that gives vectors only."""
+    env.let_compute_threads_sleep()
+    progress("preparing the kernels", 0.0)
+    from trioengine.worker.encoder_backends import load_encoder_executor
+    from trioengine.worker.loading import choose_computer
+
+    model = checkpoint.config
+    computer = choose_computer(config, checkpoint.location)
+    shape = ModelShape(model.num_parameters, model.max_length, (), model.vocab_size)
+    resolved = resolve_encoder(config, shape, computer.hardware_facts())
+    for reason in resolved.reasons.items():
+        logger.debug("%s = %s", *reason)
+    executor = load_encoder_executor(
+        checkpoint,
+        resolved,
+        computer.library,
+        quantization=config.quantization,
+        report=lambda fraction: progress("loading the weights", fraction),
+    )
+    core_config = CoreConfig(
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_num_logit_rows=resolved.max_num_logit_rows,
+        max_model_len=resolved.max_model_len,
+        block_size=resolved.block_size,
+        vocab_size=model.vocab_size,
+        scheduling_policy=config.scheduling_policy,
+        splits_prompts=False,
+        async_scheduling=resolved.async_scheduling,
+    )
+    waker = Waker()
+    facts = ModelFacts(
+        resolved.max_model_len, model.vocab_size, (), config.max_logprobs, can_generate=False, pooling=model.pooling
+    )
+    ready = Ready(facts, max(resolved.num_kv_blocks), resolved.block_size, dict(resolved.reasons))
+
+    def close() -> None:
+        executor.close()
+        waker.close()
+
+    return BuiltCore(EngineCore(core_config, executor), ready, close, waker)
 
 
 def _core_config(config: EngineConfig, resolved: ResolvedConfig, vocab_size: int) -> CoreConfig:

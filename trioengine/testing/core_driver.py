@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from trioengine.config.engine import SchedulingPolicy
 from trioengine.core.config import CoreConfig
@@ -16,15 +18,18 @@ from trioengine.types.messages import (
     AbortRequests,
     Call,
     CallRequest,
+    EncodeCoreRequest,
     EngineCoreRequest,
     Finished,
     LogprobColumns,
+    PooledOutput,
     Reply,
     StepOutput,
     pack_int32,
     unpack_int32,
 )
 from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import PoolingParams, PoolingType
 
 R = TypeVar("R")
 
@@ -79,6 +84,25 @@ def make_core_request(
     )
 
 
+def make_encode_request(
+    slot: int = 0,
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    pooling_type: PoolingType = PoolingType.LAST,
+    priority: int = 0,
+    cache_salt: str | None = None,
+) -> EncodeCoreRequest:
+    """A request for an embedding as a front end sends it."""
+    return EncodeCoreRequest(
+        slot=slot,
+        request_id=f"request-{slot}",
+        prompt_token_ids=pack_int32(prompt),
+        pooling=PoolingParams(pooling_type=pooling_type, normalize=False),
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
 @attrs.define(eq=False)
 class Answer:
     """What has come back for one request."""
@@ -89,6 +113,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = attrs.field(factory=list[TokenLogprobs])
     prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list[TokenLogprobs])
     num_cached_tokens: int = 0
+    vectors: NDArray[np.float32] | None = None
     finished: Finished | None = None
 
 
@@ -135,7 +160,7 @@ class CoreDriver:
         self._sequences: dict[int, int] = {}
         self._num_calls = 0
 
-    def add(self, request: EngineCoreRequest, client: int = 0) -> Answer:
+    def add(self, request: EngineCoreRequest | EncodeCoreRequest, client: int = 0) -> Answer:
         """Send a request; its answer fills as output is taken."""
         answers = self._answers.setdefault(client, {})
         assert request.slot not in answers, f"slot {request.slot} is in use"
@@ -204,6 +229,9 @@ class CoreDriver:
             assert num_tokens > 0
             assert answers[slot].num_cached_tokens == 0, f"told twice: {output}"
             answers[slot].num_cached_tokens = num_tokens
+        for slot, vectors in _vectors(output.pooled):
+            assert answers[slot].vectors is None, f"vectors came twice: {output}"
+            answers[slot].vectors = vectors
         for finished in output.finished:
             answers.pop(finished.slot).finished = finished
         return output
@@ -240,3 +268,16 @@ def _entries(columns: LogprobColumns | None) -> Iterator[tuple[int, TokenLogprob
         yield slot, TokenLogprobs(list(token_ids[start:end]), list(logprobs[start:end]), rank)
         start = end
     assert start == len(token_ids) == len(logprobs)
+
+
+def _vectors(columns: PooledOutput | None) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Slot and vectors of each entry."""
+    if columns is None:
+        return
+    values = np.frombuffer(columns.values, np.float32)
+    start = 0
+    for slot, rows, width in zip(*map(unpack_int32, (columns.slots, columns.num_rows, columns.widths)), strict=True):
+        end = start + abs(rows) * width
+        yield slot, values[start:end].reshape((width,) if rows < 0 else (rows, width))
+        start = end
+    assert start == len(values)

@@ -16,6 +16,7 @@ from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import Call, CoreLoad, GetLoad, ModelFacts
 from trioengine.types.output import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
 from trioengine.types.params import RequestOutputKind
+from trioengine.types.pooling import EncodeRequest, PoolingOutput
 from trioengine.types.request import GenerateRequest, TokensPrompt
 
 R = TypeVar("R")
@@ -67,6 +68,11 @@ class FakeEngine:
     def generate(self, request: GenerateRequest) -> "FakeOutputStream":
         """A stream of the scripted reply."""
         return FakeOutputStream(self, request, self.reply)
+
+    async def encode(self, request: EncodeRequest) -> PoolingOutput:
+        """Not there: a fake that answers with text gives no vectors."""
+        await trio.lowlevel.checkpoint()
+        raise NotImplementedError(f"the fake engine has no vectors for {request}")
 
     def abort(self, request_id: str) -> None:
         """End the live requests with this id."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, cast
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from trioengine.core.executor import (
     NO_TOKEN,
@@ -29,6 +31,7 @@ from trioengine.core.executor import (
 )
 from trioengine.errors import CheckpointError
 from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import PoolingParams
 
 BROKEN_LORA = "broken"
 """The path of an adapter that cannot be read."""
@@ -87,6 +90,11 @@ def logprobs_alone(
         logprobs.append(_logprobs(entry, seed, token, num_top, vocab_size))
         entry = _next_entry(entry, token)
     return logprobs
+
+
+def pooled_alone(prompt: Sequence[int]) -> NDArray[np.float32]:
+    """The vector that a `FakeExecutor` has for a prompt, however it is batched, split or preempted."""
+    return np.array(_halves(_entry_after(prompt)), np.float32)
 
 
 class FakeExecutor:
@@ -160,6 +168,9 @@ class FakeExecutor:
     def remove_lora(self, lora_id: int) -> None:
         """As `Executor.remove_lora`."""
         del self.loras[lora_id]
+
+    def check_pooling(self, pooling: PoolingParams) -> None:
+        """As `Executor.check_pooling`."""
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -326,6 +337,9 @@ class FakeExecutor:
         if sequence.is_started:
             return
         sequence.is_started = True
+        pooling = sequence.parameters.pooling
+        is_all_needed = pooling is not None and pooling.needs_all_tokens
+        assert not (is_all_needed and work.num_computed_tokens), f"every token of {sequence} must be computed"
         entry, is_wrong = sequence.first_entry, False
         for position in range(work.num_computed_tokens):
             entry = _next_entry(entry, sequence.token_ids[position])
@@ -376,10 +390,15 @@ class FakeExecutor:
         token: int | Fail = NO_TOKEN
         if is_complete and sampling.max_tokens != 0:
             token = self._sample_tokens(index, sequence, work, entries[-1 - num_drafts :], masks, result)
+        elif is_complete and self._fails(sequence.parameters, 0):
+            token = Fail("It was to fail.")
         if isinstance(token, Fail):
             sequence.has_failed = True
             self._spoil(sequence, work)
             cast(list[SequenceFailure], result.failures).append(SequenceFailure(work.sequence_id, token.message))
+        elif is_complete and sequence.parameters.pooling is not None:
+            # The entry of a token depends on all before it, whoever computed them.
+            _set(result.pooled, index, np.array(_halves(entries[-1]), np.float32))
         elif token != NO_TOKEN and self._draft_model is not None and work.max_new_drafts:
             _set(result.drafts, index, self._draft_model(sequence.token_ids)[: work.max_new_drafts])
         cast(list[int], result.tokens).append(token if isinstance(token, int) else NO_TOKEN)
@@ -423,6 +442,10 @@ class FakeExecutor:
         if logprobs:
             _set(result.logprobs, index, logprobs)
         return token
+
+
+def _halves(entry: int) -> Sequence[int]:
+    return [entry >> shift & 0xFFFF for shift in range(0, 64, 16)]
 
 
 @attrs.define

@@ -23,6 +23,7 @@ from trioengine.types.messages import (
     CallRequest,
     CheckIntegrity,
     CoreLoad,
+    EncodeCoreRequest,
     EngineCoreRequest,
     Finished,
     GetLoad,
@@ -164,6 +165,9 @@ class ScriptedCore:
                 self._sequences[message.slot] = _Sequence(
                     prompt, sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs
                 )
+            case EncodeCoreRequest(slot):
+                error = error_to_data(NotImplementedError("a script has no vectors"))
+                self._finished.append(Finished(slot, FinishReason.ABORT, error=error))
             case AbortRequests(slots):
                 for slot in slots:
                     if self._sequences.pop(slot, None) is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
+import attrs
 import tokenizers
 from tokenizers import models
 
@@ -50,6 +51,17 @@ def load_tokenizer(location: ModelLocation) -> "Tokenizer":
         if error.path is not None:
             raise
         raise CheckpointError(f"{path}: {error.message}", path=path) from error
+
+
+@attrs.frozen
+class PairTemplate:
+    """What a tokenizer puts around and between two texts that are one input."""
+
+    before: Sequence[int]
+    between: Sequence[int]
+    after: Sequence[int]
+    num_between_first: int | None
+    """How many of `between` count to the first text; None where the model does not tell the two apart."""
 
 
 class Tokenizer:
@@ -165,6 +177,29 @@ class Tokenizer:
         if not self._guard.is_needed_for(text):
             return _encode(self._backend, text, add_special_tokens=False)
         return self._guard.encode(self._guard.guard(text), add_special_tokens=False)
+
+    @cached_property
+    def text_suffix(self) -> Sequence[int]:
+        """The tokens that it puts behind a text."""
+        encoding = self._backend.encode("a")
+        last = max((i for i, number in enumerate(encoding.sequence_ids) if number is not None), default=-1)
+        return encoding.ids[last + 1 :]
+
+    @cached_property
+    def pair_template(self) -> PairTemplate:
+        """How it joins two texts."""
+        encoding = self._backend.encode("a", "a")
+        ids, owners = encoding.ids, encoding.sequence_ids
+        firsts = [i for i, owner in enumerate(owners) if owner == 0]
+        seconds = [i for i, owner in enumerate(owners) if owner == 1]
+        between = slice(firsts[-1] + 1, seconds[0])
+        types = encoding.type_ids
+        return PairTemplate(
+            before=ids[: firsts[0]],
+            between=ids[between],
+            after=ids[seconds[-1] + 1 :],
+            num_between_first=types[between].count(0) if types[seconds[0]] else None,
+        )
 
     @cached_property
     def _shown_bytes(self) -> list[bytes]:

@@ -30,6 +30,7 @@ from trioengine.types.messages import (
     AbortRequests,
     Call,
     CallRequest,
+    EncodeCoreRequest,
     EngineCoreRequest,
     EngineDead,
     ErrorData,
@@ -55,6 +56,7 @@ MESSAGES: tuple[type[ToCore | FromCore], ...] = (
     StepOutput,
     Reply,
     EngineDead,
+    EncodeCoreRequest,
 )
 """Every message. The place in this tuple is its tag on the wire."""
 

@@ -1,10 +1,11 @@
 """The wire protocol between front ends and engine cores.
 
-Front end to core: `EngineCoreRequest`, `AbortRequests`, `CallRequest`, `Stop`. Core to front end: `Starting`, `Ready`,
-`StepOutput`, `Reply`, `EngineDead`. `types.codec` turns each to bytes and back; a snapshot test holds the format.
+Front end to core: `EngineCoreRequest`, `EncodeCoreRequest`, `AbortRequests`, `CallRequest`, `Stop`. Core to front end:
+`Starting`, `Ready`, `StepOutput`, `Reply`, `EngineDead`. `types.codec` turns each to bytes and back; a snapshot test
+holds the format.
 
 A *slot* is a small integer that the front end gives a request, so that routing an output is one list lookup. It stays
-reserved until the core's `Finished` for it arrives; every `EngineCoreRequest` gets exactly one `Finished`.
+reserved until the core's `Finished` for it arrives; every request gets exactly one `Finished`.
 """
 
 import enum
@@ -16,6 +17,7 @@ import attrs
 
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import PoolingFacts, PoolingParams
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -68,6 +70,27 @@ class EngineCoreRequest:
     """As `GenerateRequest.reasoning_ended`."""
     lora: str | None = None
     """As `GenerateRequest.lora`."""
+
+
+@attrs.frozen
+class EncodeCoreRequest:
+    """Compute vectors of one prompt."""
+
+    slot: int
+    request_id: str
+    """As `EngineCoreRequest.request_id`."""
+    prompt_token_ids: bytes
+    """int32 column; at least one."""
+    pooling: PoolingParams
+    """Complete: nothing is left to the model."""
+    second_text_start: int | None = None
+    """The first token of the second text of a pair, where the model tells the two apart."""
+    priority: int = 0
+    """As `EngineCoreRequest.priority`."""
+    cache_salt: str | None = None
+    """As `EngineCoreRequest.cache_salt`."""
+    lora: str | None = None
+    """As `EngineCoreRequest.lora`."""
 
 
 @attrs.frozen
@@ -321,6 +344,10 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     max_logprobs: int = -1
     """The most log probabilities for each token that a request may ask for; -1 is no limit."""
+    can_generate: bool = True
+    """Whether it generates text."""
+    pooling: PoolingFacts | None = None
+    """The vectors that it gives; None where it gives none."""
 
 
 @attrs.frozen
@@ -369,6 +396,20 @@ class LogprobColumns:
 
 
 @attrs.frozen
+class PooledOutput:
+    """Vectors of prompts, in columns: an entry for each request, of one row or of one for each token."""
+
+    slots: bytes
+    """int32, one per entry."""
+    num_rows: bytes
+    """int32, one per entry; -1 is a vector that is no row of a table."""
+    widths: bytes
+    """int32, one per entry: numbers in a row."""
+    values: bytes
+    """float32, entry after entry, row after row."""
+
+
+@attrs.frozen
 class StepOutput:
     """What one or more steps generated for one front end, in columns."""
 
@@ -392,6 +433,8 @@ class StepOutput:
     cached_tokens: bytes = b""
     """int32 pairs: a slot, and how many tokens of its prompt were found in the prefix cache. Comes with or before the
     slot's first row, once; absent where it is 0."""
+    pooled: PooledOutput | None = None
+    """Of `EncodeCoreRequest`s. Each comes once, with or before the slot's `Finished`."""
 
 
 @attrs.frozen
@@ -411,7 +454,7 @@ class EngineDead:
     error: ErrorData
 
 
-ToCore: TypeAlias = EngineCoreRequest | AbortRequests | CallRequest | Stop
+ToCore: TypeAlias = EngineCoreRequest | EncodeCoreRequest | AbortRequests | CallRequest | Stop
 FromCore: TypeAlias = Starting | Ready | StepOutput | Reply | EngineDead
 
 CALLS: tuple[type[Call[object]], ...] = (

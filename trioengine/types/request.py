@@ -39,7 +39,8 @@ class ChatPrompt:
 Prompt: TypeAlias = TextPrompt | TokensPrompt | ChatPrompt
 
 
-def _prompt(value: "Prompt | str | Sequence[int]") -> Prompt:
+def prompt_of(value: "Prompt | str | Sequence[int]") -> Prompt:
+    """A string as a `TextPrompt`, a list of integers as a `TokensPrompt`."""
     if isinstance(value, (TextPrompt, TokensPrompt, ChatPrompt)):
         return value
     return TextPrompt(value) if isinstance(value, str) else TokensPrompt(value)
@@ -52,7 +53,7 @@ class GenerateRequest:
     A string as `prompt` is a `TextPrompt`, a list of integers a `TokensPrompt`.
     """
 
-    prompt: Prompt = attrs.field(converter=_prompt)
+    prompt: Prompt = attrs.field(converter=prompt_of)
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     request_id: str | None = None
     """The caller's name for it, in logs and outputs; need not be unique. None draws one."""

@@ -34,6 +34,8 @@ class StepBatch:
     """[num_logit_rows]: the tokens whose successors are wanted."""
     lora_slots: NDArray[np.int32] | None = None
     """[num_tokens]: the slot of each token's adapter, 0 where it has none. None is 0 for all."""
+    hidden_rows: NDArray[np.int32] = attrs.field(factory=lambda: np.empty(0, np.int32))
+    """[num_hidden_rows]: the tokens whose hidden states are wanted, which are others."""
 
 
 class Memory(Protocol):
@@ -100,6 +102,11 @@ class Backend(Memory, Protocol):
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """[len(rows), vocab_size]: these rows of the newest step's logits."""
+        ...
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        """[num_hidden_rows, hidden_size]: of the newest step's `hidden_rows`, behind the last norm. There until the
+        next."""
         ...
 
     def sample(self, arrays: SamplingArrays) -> SampledTokens:

@@ -10,10 +10,11 @@ import numpy as np
 
 from trioengine.config.engine import LogprobsMode
 from trioengine.core.executor import BlockCopy, KVCacheGroup, ScheduledSequence, StepPlan, StepResult
-from trioengine.errors import UnavailableError
+from trioengine.errors import RequestError, UnavailableError
 from trioengine.models.lora import LoRA
 from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import PoolingFacts, PoolingParams
 from trioengine.worker.backend import Backend, Memory
 from trioengine.worker.draft import DraftModel
 from trioengine.worker.kv_offload import OffloadStore
@@ -38,15 +39,20 @@ class LocalExecutor:
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         logits_processors: LogitsProcessors | None = None,
         bad_words_rules: BadWordsRules | None = None,
+        pooling: PoolingFacts | None = None,
         is_asynchronous: bool = False,
         read_lora: Callable[[str], LoRA] | None = None,
     ) -> None:
-        """`read_lora` reads an adapter, as `Executor.add_lora` says; without there are none."""
+        """`pooling` says which vectors may be asked for; without there are none.
+
+        `read_lora` reads an adapter, as `Executor.add_lora` says; without there are none.
+        """
         self.kv_cache_groups: Sequence[KVCacheGroup] = backend.kv_cache_groups
         self.num_offload_blocks = 0 if offload_store is None else offload_store.num_slots
         self._backend: Backend | None = backend
         self._memories: Sequence[Memory] = (backend,) if draft_model is None else (backend, draft_model)
         self._offload_store = offload_store
+        self.pooling = pooling
         self._logits_processors = logits_processors or LogitsProcessors({})
         self._runner: ModelRunner | None = ModelRunner(
             backend,
@@ -72,6 +78,13 @@ class LocalExecutor:
     def remove_lora(self, lora_id: int) -> None:
         """As `Executor.remove_lora`."""
         del self._loras[lora_id]
+
+    def check_pooling(self, pooling: PoolingParams) -> None:
+        """As `Executor.check_pooling`."""
+        if self.pooling is None:
+            raise RequestError("This engine gives no vectors.", param="model")
+        if self.pooling.complete(pooling) != pooling:
+            raise RequestError("The pooling parameters are not complete.", param="pooling")
 
     def sleep(self, level: int) -> None:
         """As `Executor.sleep`. The offload store is empty afterwards, too."""

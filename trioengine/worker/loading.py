@@ -30,6 +30,7 @@ from trioengine.worker.draft import DraftModel, draft_block_group
 from trioengine.worker.executor import LocalExecutor
 from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
+from trioengine.worker.pooling import decoder_pooling
 
 if TYPE_CHECKING:
     from trioengine.worker.transformers_model import TransformersCheckpoint, TransformersConfig
@@ -249,6 +250,9 @@ def load_executor(
             lambda skip_special_tokens: get_tokenizer().token_byte_table(skip_special_tokens),
             checkpoint.config.vocab_size,
         ),
+        pooling=decoder_pooling(location, checkpoint.config.hidden_size)
+        if isinstance(checkpoint, Checkpoint)
+        else None,
         is_asynchronous=config.async_scheduling,
         read_lora=partial(read_lora, config=checkpoint.config, max_rank=max_lora_rank)
         if isinstance(checkpoint, Checkpoint)

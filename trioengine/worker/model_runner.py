@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 from trioengine_kernels.native.sampler import ChangedLogits, SampledStatus
 from trioengine_kernels.native.sampler import TokenLogprobs as LogprobArrays
 
@@ -29,6 +30,7 @@ from trioengine.worker.backend import Backend, StepBatch
 from trioengine.worker.draft import ComputedSequence, DraftModel
 from trioengine.worker.logits_processors import LogitsProcessorError, LogitsProcessors, process_logits
 from trioengine.worker.packing import pack_step
+from trioengine.worker.pooling import NotANumberError, Pooler
 from trioengine.worker.sampling_table import LogitRows, SamplingTable
 from trioengine.worker.sequences import SequenceState, sequence_state
 
@@ -96,8 +98,10 @@ class ModelRunner:
         outcome = _Outcome([NO_TOKEN] * len(plan.scheduled))
         rows = self._rows(plan.scheduled)
         if rows:
-            wanted = LogitRows()
-            self._backend.compute(self._pack(rows, wanted, plan.masks))
+            wanted, hidden = LogitRows(), _HiddenRows()
+            self._backend.compute(self._pack(rows, wanted, hidden, plan.masks))
+            if hidden.rows:
+                _pool(hidden.rows, self._backend.hidden_states(), outcome)
             if wanted.states:
                 sampled = self._sample(wanted, plan.masks)
                 for row in rows:
@@ -120,6 +124,7 @@ class ModelRunner:
             prompt_logprobs=outcome.prompt_logprobs,
             drafts=drafts,
             draft_seconds=time.perf_counter() - started_s,
+            pooled=outcome.pooled,
         )
 
     def _add(self, new: NewSequence) -> None:
@@ -152,15 +157,20 @@ class ModelRunner:
                 rows.append(_Row(index, state, first, end, num_drafts, is_sampled))
         return rows
 
-    def _pack(self, rows: Sequence[_Row], wanted: LogitRows, masks: TokenMasks | None) -> StepBatch:
-        """The tokens of these sequences, one after another. Fills `wanted`."""
+    def _pack(
+        self, rows: Sequence[_Row], wanted: LogitRows, hidden: "_HiddenRows", masks: TokenMasks | None
+    ) -> StepBatch:
+        """The tokens of these sequences, one after another. Fills `wanted` and `hidden`."""
         num_tokens = 0
         for row in rows:
             _want(row, wanted, num_tokens, -1 if masks is None else masks.first_rows.get(row.index, -1))
+            if row.state.pooler is not None:
+                hidden.add(row, row.state.pooler, num_tokens)
             num_tokens += row.end - row.first
         return pack_step(
             rows,
             wanted.inputs,
+            hidden.places,
             block_size=self._block_size,
             num_blocks=self._num_blocks,
             block_groups=range(len(self._num_blocks)),
@@ -227,6 +237,44 @@ class _Outcome:
     num_accepted: dict[int, int] = attrs.field(factory=dict[int, int])
     logprobs: dict[int, list[TokenLogprobs]] = attrs.field(factory=dict[int, list[TokenLogprobs]])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = attrs.field(factory=dict[int, list[TokenLogprobs]])
+    pooled: dict[int, NDArray[np.float32]] = attrs.field(factory=dict[int, NDArray[np.float32]])
+
+
+@attrs.frozen(eq=False)
+class _PooledRow:
+    row: _Row
+    pooler: Pooler
+    num_wanted: int
+    """Of its tokens in this step, how many have hidden states that are wanted."""
+
+
+@attrs.frozen(eq=False)
+class _HiddenRows:
+    """The tokens of a step whose hidden states are wanted."""
+
+    places: list[int] = attrs.field(factory=list[int])
+    """In the step."""
+    rows: list[_PooledRow] = attrs.field(factory=list[_PooledRow])
+
+    def add(self, row: _Row, pooler: Pooler, first_input: int) -> None:
+        """Add a sequence, whose tokens begin at `first_input`."""
+        wanted = pooler.wanted(row.first, row.end)
+        self.places.extend(range(first_input + wanted.start - row.first, first_input + wanted.stop - row.first))
+        self.rows.append(_PooledRow(row, pooler, len(wanted)))
+
+
+def _pool(rows: Sequence[_PooledRow], hidden: NDArray[np.float32], outcome: "_Outcome") -> None:
+    """Give poolers their hidden states, and take the vectors of those sequences that are complete."""
+    first = 0
+    for each in rows:
+        each.pooler.add(hidden[first : first + each.num_wanted])
+        first += each.num_wanted
+        state = each.row.state
+        if each.row.end == len(state.token_ids):
+            try:
+                outcome.pooled[each.row.index] = each.pooler.vectors()
+            except NotANumberError:
+                state.failure = _FAILURES[SampledStatus.IS_NAN]
 
 
 def _want(row: _Row, wanted: LogitRows, first_input: int, first_mask: int) -> None:

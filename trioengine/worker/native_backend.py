@@ -141,12 +141,19 @@ class NativeBackend:
             block_table=batch.block_table,
             logit_rows=batch.logit_rows,
             lora_slots=batch.lora_slots,
+            hidden_rows=batch.hidden_rows,
         )
         self._logits = self._program.run(step, self._kv_caches, self._pool)
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """As `Backend.copy_logits`."""
         return self._logits[list(rows)]
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        """As `Backend.hidden_states`."""
+        assert self._program is not None, "asleep"
+        # The last norm has it in its weights.
+        return self._program.hidden_states() / np.float32(self._config.logit_multiplier)
 
     def sample(self, arrays: SamplingArrays) -> SampledTokens:
         """As `Backend.sample`."""

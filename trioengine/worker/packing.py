@@ -26,6 +26,7 @@ class TokenRange(Protocol):
 def pack_step(
     ranges: Sequence[TokenRange],
     logit_rows: Sequence[int],
+    hidden_rows: Sequence[int] = (),
     *,
     block_size: int,
     num_blocks: Sequence[int],
@@ -37,6 +38,7 @@ def pack_step(
     Args:
         ranges: at least one, each of at least one token.
         logit_rows: the tokens whose successors are wanted, by their place in the step.
+        hidden_rows: the tokens whose hidden states are wanted; others.
         block_size: tokens of a block.
         num_blocks: of each group of the sequences' block tables.
         block_groups: for each KV group of the model the group whose blocks it uses.
@@ -74,4 +76,5 @@ def pack_step(
         block_table=block_table,
         logit_rows=np.array(logit_rows, np.int32),
         lora_slots=lora_slots,
+        hidden_rows=np.array(hidden_rows, np.int32),
     )

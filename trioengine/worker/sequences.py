@@ -14,6 +14,7 @@ from trioengine.core.executor import NewSequence
 from trioengine.tokenizer.bad_words import BadWords
 from trioengine.types.params import SamplingParams
 from trioengine.worker.logits_processors import BoundProcessor
+from trioengine.worker.pooling import Pooler
 
 
 @attrs.frozen(eq=False)
@@ -57,6 +58,8 @@ class SequenceState:
     rules: TokenRules
     failure: str | None = None
     """Why this sequence cannot be computed."""
+    pooler: Pooler | None = None
+    """Makes its vectors, where these are wanted of it."""
     processors: Sequence[BoundProcessor] = ()
     """Custom ones."""
     lora_slot: int = 0
@@ -90,6 +93,7 @@ def sequence_state(new: NewSequence, vocab_size: int, bad_words: BadWords | None
         rules=_NO_RULES if is_wrong else _token_rules(new, bad_words),
         failure=failure,
         lora_slot=new.lora_slot,
+        pooler=None if new.pooling is None else Pooler(new.pooling, len(new.token_ids)),
     )
 
 

@@ -59,6 +59,7 @@ class TorchBackend:
         self._slots: TorchLoRAs | None = None
         self._fill_slots()
         self._logits = torch.empty(0, self.vocab_size)
+        self._hidden: torch.Tensor | None = None
         self._kv_caches: Sequence[TorchKVCache] = ()
         self.make_kv_cache()
 
@@ -111,11 +112,19 @@ class TorchBackend:
         """As `Backend.compute`."""
         assert self._model is not None, "asleep"
         kv_cache = [cache.layers for cache in self._kv_caches]
-        self._logits = self._model.decoder.forward(TorchOps(self._input(batch), kv_cache, self._slots))
+        ops = TorchOps(self._input(batch), kv_cache, self._slots)
+        self._logits = self._model.decoder.forward(ops)
+        self._hidden = ops.hidden_states
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """As `Backend.copy_logits`."""
         return self._logits[list(rows)].numpy()
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        """As `Backend.hidden_states`."""
+        assert self._hidden is not None, "no step was computed"
+        # The last norm has it in its weights.
+        return (self._hidden / self._config.logit_multiplier).numpy()
 
     @torch.inference_mode()
     def sample(self, arrays: SamplingArrays) -> SampledTokens:
@@ -139,4 +148,5 @@ class TorchBackend:
             ],
             logit_rows=torch.from_numpy(batch.logit_rows).long(),
             lora_slots=None if batch.lora_slots is None else torch.from_numpy(batch.lora_slots),
+            hidden_rows=torch.from_numpy(batch.hidden_rows).long(),
         )

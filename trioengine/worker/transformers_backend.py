@@ -131,6 +131,10 @@ class TransformersBackend:
         """As `Backend.copy_logits`."""
         return self._logits[list(rows)].numpy()
 
+    def hidden_states(self) -> NDArray[np.float32]:
+        """No vectors are made of these models."""
+        raise AssertionError("without vectors")
+
     @torch.inference_mode()
     def sample(self, arrays: SamplingArrays) -> SampledTokens:
         """As `Backend.sample`."""

@@ -50,8 +50,8 @@ class BufferPlan:
         self._sizes.append(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
         return _STAND_IN | (len(self._sizes) - 1) << _OFFSET_BITS
 
-    def place(self, ops: Sequence[ctypes.Structure], kept: int) -> Area:
-        """Replace the stand-ins in `ops` by addresses. The buffer `kept` is not shared after it was first written.
+    def place(self, ops: Sequence[ctypes.Structure], kept: Sequence[int]) -> Area:
+        """Replace the stand-ins in `ops` by addresses. The buffers `kept` are not shared after they were first written.
 
         Pages of the memory that no step touches are never made.
         """
@@ -61,7 +61,7 @@ class BufferPlan:
             for number in {_split(value)[0] for _, _, value in _stand_ins(op)}:
                 first_use.setdefault(number, index)
                 last_use[number] = index
-        last_use[_split(kept)[0]] = len(ops)
+        last_use.update({_split(address)[0]: len(ops) for address in kept})
         offsets, size = self._offsets(first_use, last_use)
         memory = np.zeros(size + _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT

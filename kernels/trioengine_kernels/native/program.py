@@ -18,7 +18,7 @@ from trioengine_kernels.native import structures as c
 from trioengine_kernels.native.buffers import BufferPlan
 from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.lora import LoraTable
-from trioengine_kernels.native.structures import Activation, OpKind
+from trioengine_kernels.native.structures import Activation, OpKind, RowKind
 from trioengine_kernels.native.tiles import WeightTiles
 
 KV_TOKENS = 16
@@ -54,6 +54,8 @@ class StepArrays:
     those whose tokens all its queries of this step have left behind the group's window, are not read."""
     logit_rows: Ints
     """[num_logit_rows]: the tokens whose logits are wanted."""
+    hidden_rows: Ints = attrs.field(factory=lambda: np.empty(0, np.int32))
+    """[num_hidden_rows]: the tokens whose hidden states are wanted, others than those, where the program keeps any."""
     lora_slots: Ints | None = None
     """[num_tokens]: each token's slot of the `LoraTable`s, 0 is none. None is 0 for all, and costs nothing."""
 
@@ -120,8 +122,8 @@ class Buffer:
     address: int
     """A stand-in for the address."""
     width: int
-    is_for_logits: bool
-    """Its rows are the step's logit rows, else its tokens..."""
+    row_kind: RowKind
+    """Its rows are these of the step..."""
     rows_per_token: int
     """...each so many times."""
     op_index: int | None
@@ -168,6 +170,9 @@ class ProgramBuilder:
         self._rope_tables: dict[tuple[bytes, float], int] = {}
         self._kv_groups: list[_KVGroup] = []
         self._num_lora_slots = _NO_LORA_OP
+        self._num_positions = 1 << 31
+        """Positions are below this."""
+        self._hidden: Buffer | None = None
 
     def embedding(self, tiles: WeightTiles, multiplier: float = 1.0) -> Buffer:
         """The rows of the step's token ids, times the multiplier."""
@@ -176,6 +181,55 @@ class ProgramBuilder:
         out = self._buffer(tiles.columns)
         self._add(OpKind.EMBEDDING, embedding=c.Embedding(self._tiles(tiles), out.address, multiplier))
         return out
+
+    def position_embedding(self, tiles: WeightTiles) -> Buffer:
+        """The rows of the step's positions."""
+        self._num_positions = min(self._num_positions, tiles.rows)
+        out = self._buffer(tiles.columns)
+        self._add(OpKind.EMBEDDING, embedding=c.Embedding(self._tiles(tiles), out.address, 1.0, True))
+        return out
+
+    def layer_norm(self, x: Buffer, residual: Buffer | None, weight: Floats, bias: Floats, epsilon: float) -> Buffer:
+        """`(y - mean(y)) / sqrt(mean((y - mean(y))²) + epsilon) * weight + bias` of y, which is x or x + residual."""
+        weight, bias = self._constant(weight, x.width), self._constant(bias, x.width)
+        out = self._like(x, x.width)
+        self._read(x)
+        norm = c.LayerNorm(
+            x=x.address,
+            weight=_address(weight),
+            bias=_address(bias),
+            out=out.address,
+            width=x.width,
+            epsilon=epsilon,
+        )
+        if residual is not None:
+            _check_same(x, residual)
+            self._read(residual)
+            norm.residual = residual.address
+        return attrs.evolve(out, op_index=self._add(OpKind.LAYER_NORM, x, layer_norm=norm))
+
+    def activate(self, x: Buffer, activation: Activation) -> Buffer:
+        """The activation of x, which is overwritten."""
+        index = self._add(OpKind.ACTIVATE, x, activate=c.Activate(x.address, x.address, None, x.width, activation))
+        self._changed(x)
+        return attrs.evolve(x, op_index=index)
+
+    def full_attention(self, qkv: Buffer, *, num_heads: int, scale: float) -> Buffer:
+        """Attend from each query to all keys of its sequence, which are all in this step.
+
+        The result is [tokens, num_heads * head_dim].
+
+        Args:
+            qkv: [tokens, 3 * num_heads * head_dim]: queries, keys, values.
+            num_heads: of each of the three.
+            scale: multiplies query · key.
+        """
+        if qkv.width != 3 * num_heads * self._head_dim or qkv.row_kind is not RowKind.TOKENS:
+            raise ValueError(f"{qkv.width} is not the width of {num_heads} heads' queries, keys and values.")
+        self._read(qkv)
+        out = self._buffer(num_heads * self._head_dim)
+        attention = c.FullAttention(qkv.address, out.address, None, num_heads, self._head_dim, scale)
+        return attrs.evolve(out, op_index=self._add(OpKind.FULL_ATTENTION, full_attention=attention))
 
     def rms_norm(self, x: Buffer, weight: Floats, epsilon: float) -> Buffer:
         """`x / sqrt(mean(x²) + epsilon) * weight`."""
@@ -226,7 +280,7 @@ class ProgramBuilder:
 
         Adapters are put into the table later, while no step runs.
         """
-        if x.width != table.num_columns or out.width < table.num_rows or x.is_for_logits != out.is_for_logits:
+        if x.width != table.num_columns or out.width < table.num_rows or x.row_kind is not out.row_kind:
             raise ValueError(f"An adapter of [{table.num_rows}, {table.num_columns}] does not fit the product.")
         self._kept.append(table)
         self._num_lora_slots = min(self._num_lora_slots, table.num_slots)
@@ -370,7 +424,7 @@ class ProgramBuilder:
             activation: of the gates.
         """
         num_experts = len(experts)
-        if router_logits.width != num_experts or router_logits.is_for_logits != x.is_for_logits:
+        if router_logits.width != num_experts or router_logits.row_kind is not x.row_kind:
             raise ValueError(f"{router_logits.width} logits cannot choose one of {num_experts} experts.")
         if not 1 <= num_chosen <= num_experts or x.rows_per_token != 1:
             raise ValueError(f"{num_chosen} of {num_experts} experts cannot be chosen.")
@@ -386,9 +440,7 @@ class ProgramBuilder:
         def gather(is_quantized: bool) -> Buffer:
             """The rows of `x` beside each other by expert; floats, or groups behind an address of floats."""
             row_bytes = -(-x.width // 32) * c.GROUP_BYTES if is_quantized else x.width * 4
-            out = Buffer(
-                self._memory.add(max_rows * num_chosen * row_bytes), x.width, x.is_for_logits, num_chosen, None
-            )
+            out = Buffer(self._memory.add(max_rows * num_chosen * row_bytes), x.width, x.row_kind, num_chosen, None)
             if is_quantized:
                 source = self._quantize(x)
             else:
@@ -458,35 +510,62 @@ class ProgramBuilder:
 
     def select_rows(self, x: Buffer) -> Buffer:
         """The rows whose logits are wanted. What is computed of the result is computed for these only."""
-        if x.is_for_logits:
+        return self._select(x, RowKind.LOGITS)
+
+    def select_rows_with_hidden(self, x: Buffer) -> Buffer:
+        """The rows whose logits are wanted, and behind them those whose hidden states are."""
+        return self._select(x, RowKind.SELECTED)
+
+    def keep_hidden(self, x: Buffer) -> Buffer:
+        """Let `Program.hidden_states` return these rows of those whose hidden states are wanted. Once in a program.
+
+        Returns:
+            Those whose logits are wanted.
+        """
+        if x.row_kind is not RowKind.SELECTED or self._hidden is not None:
+            raise ValueError("Hidden states are kept once, of selected rows.")
+        self._read(x)
+        self._hidden = x
+        return attrs.evolve(x, row_kind=RowKind.LOGITS)
+
+    def _select(self, x: Buffer, row_kind: RowKind) -> Buffer:
+        if x.row_kind is not RowKind.TOKENS:
             raise ValueError("These rows are selected already.")
         self._read(x)
-        out = self._buffer(x.width, is_for_logits=True)
+        out = self._buffer(x.width, row_kind)
         select = c.SelectRows(x.address, out.address, x.width)
         self._add(OpKind.SELECT_ROWS, out, select=select)
         return out
 
     def build(self, logits: Buffer) -> "Program":
         """Finish. `logits` is what `Program.run` returns."""
-        if not logits.is_for_logits:
+        if logits.row_kind is not RowKind.LOGITS:
             raise ValueError("Logits are computed of selected rows.")
         self._read(logits)
         self._drop_unread_floats()
-        area = self._memory.place(self._ops, kept=logits.address)
-        first = area.offset_of(logits.address)
-        logits_bytes = area.memory[first : first + self._max_logit_rows * logits.width * 4]
+        hidden = self._hidden
+        kept = [logits.address] if hidden is None else [logits.address, hidden.address]
+        area = self._memory.place(self._ops, kept)
+
+        def rows_at(buffer: Buffer, max_rows: int) -> Floats:
+            first = area.offset_of(buffer.address)
+            memory = area.memory[first : first + max_rows * buffer.width * 4]
+            return memory.view(np.float32).reshape(max_rows, buffer.width)
+
         return Program(
             self._library,
             self._ops,
             self._kept,
             area.memory,
-            logits_bytes.view(np.float32).reshape(self._max_logit_rows, logits.width),
+            rows_at(logits, self._max_logit_rows),
+            None if hidden is None else rows_at(hidden, self._max_tokens),
             max_tokens=self._max_tokens,
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
             kv_groups=self._kv_groups,
             vocab_size=self._vocab_size,
             num_lora_slots=self._num_lora_slots,
+            num_positions=self._num_positions,
         )
 
     def _norm(self, x: Buffer, residual: Buffer | None, weight: Floats, epsilon: float) -> Buffer:
@@ -527,6 +606,12 @@ class ProgramBuilder:
                 op.norm.groups = address
             case OpKind.GATED:
                 op.gated.groups = address
+            case OpKind.LAYER_NORM:
+                op.layer_norm.groups = address
+            case OpKind.ACTIVATE:
+                op.activate.groups = address
+            case OpKind.FULL_ATTENTION if self._head_dim % 32 == 0:
+                op.full_attention.groups = address
             case OpKind.ATTENTION if self._head_dim % 32 == 0:
                 op.attention.groups = address
                 self._ops[index + 1].attention.groups = address
@@ -541,6 +626,10 @@ class ProgramBuilder:
                     op.norm.out = None
                 case OpKind.GATED if op.gated.groups and not self._readers.get(op.gated.out):
                     op.gated.out = None
+                case OpKind.ACTIVATE if op.activate.groups and not self._readers.get(op.activate.out):
+                    op.activate.out = None
+                case OpKind.FULL_ATTENTION if op.full_attention.groups and not self._readers.get(op.full_attention.out):
+                    op.full_attention.out = None
                 case OpKind.ATTENTION | OpKind.ATTENTION_MERGE if op.attention.groups and not self._readers.get(
                     op.attention.out
                 ):
@@ -561,7 +650,7 @@ class ProgramBuilder:
     def _check_qkv(self, qkv: Buffer, layer: int, num_heads: int, kv_group: int) -> _KVGroup:
         if num_heads < 1 or num_heads % self._num_kv_heads:
             raise ValueError(f"{num_heads} heads cannot share {self._num_kv_heads} KV heads.")
-        if qkv.width != (num_heads + 2 * self._num_kv_heads) * self._head_dim or qkv.is_for_logits:
+        if qkv.width != (num_heads + 2 * self._num_kv_heads) * self._head_dim or qkv.row_kind is not RowKind.TOKENS:
             raise ValueError(f"{qkv.width} is not the width of {num_heads} heads' queries, keys and values.")
         if layer < 0 or not 0 <= kv_group <= len(self._kv_groups):
             raise ValueError("Layers and KV groups count from 0, and groups come in their order.")
@@ -569,9 +658,9 @@ class ProgramBuilder:
             self._kv_groups.append(_KVGroup())
         return self._kv_groups[kv_group]
 
-    def _buffer(self, width: int, is_for_logits: bool = False) -> Buffer:
-        rows = self._max_logit_rows if is_for_logits else self._max_tokens
-        return Buffer(self._memory.add(rows * width * 4), width, is_for_logits, 1, None)
+    def _buffer(self, width: int, row_kind: RowKind = RowKind.TOKENS) -> Buffer:
+        rows = self._max_logit_rows if row_kind is RowKind.LOGITS else self._max_tokens
+        return Buffer(self._memory.add(rows * width * 4), width, row_kind, 1, None)
 
     def _like(self, x: Buffer, width: int) -> Buffer:
         """A new buffer with the rows of this one."""
@@ -579,7 +668,7 @@ class ProgramBuilder:
         return attrs.evolve(x, address=address, width=width, op_index=None)
 
     def _max_rows(self, x: Buffer) -> int:
-        return x.rows_per_token * (self._max_logit_rows if x.is_for_logits else self._max_tokens)
+        return x.rows_per_token * (self._max_logit_rows if x.row_kind is RowKind.LOGITS else self._max_tokens)
 
     def _constant(self, values: Floats, size: int) -> Floats:
         if values.shape != (size,):
@@ -596,10 +685,10 @@ class ProgramBuilder:
         """`rows_of`: the operation is done for the rows of this one; None is for the step's tokens."""
         if len(self._ops) == MAX_OPS:
             raise ValueError(f"A program has at most {MAX_OPS} operations.")
-        is_for_logits, rows_per_token = (
-            (False, 1) if rows_of is None else (rows_of.is_for_logits, rows_of.rows_per_token)
+        row_kind, rows_per_token = (
+            (RowKind.TOKENS, 1) if rows_of is None else (rows_of.row_kind, rows_of.rows_per_token)
         )
-        self._ops.append(c.Op(kind=kind, is_for_logits=is_for_logits, rows_per_token=rows_per_token, **body))
+        self._ops.append(c.Op(kind=kind, row_kind=row_kind, rows_per_token=rows_per_token, **body))
         return len(self._ops) - 1
 
     def _read(self, buffer: Buffer) -> None:
@@ -620,6 +709,7 @@ class Program:
         kept: Sequence[object],
         memory: NDArray[np.uint8],
         logits: Floats,
+        hidden: Floats | None,
         *,
         max_tokens: int,
         num_kv_heads: int,
@@ -627,6 +717,7 @@ class Program:
         kv_groups: Sequence[_KVGroup],
         vocab_size: int,
         num_lora_slots: int,
+        num_positions: int,
     ) -> None:
         assert library.function("te_op_bytes", ctypes.c_size_t)() == ctypes.sizeof(c.Op)
         assert library.function("te_step_bytes", ctypes.c_size_t)() == ctypes.sizeof(c.Step)
@@ -636,11 +727,14 @@ class Program:
         """Of all buffers. A step reads nothing that it did not write; tests poison it."""
         self._kept = tuple(kept)
         self._logits = logits
+        self._hidden = hidden
+        self._hidden_rows = slice(0, 0)
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
         self._kv_groups = tuple(kv_groups)
         self._vocab_size = vocab_size
         self._num_lora_slots = num_lora_slots
+        self._num_positions = num_positions
         self._run = library.function("te_program_run", c_int32, c_void_p, c_void_p, c_void_p)
         self._destroy = library.function("te_program_destroy", None, c_void_p)
         create = library.function("te_program_create", c_void_p, c_void_p, c_int32)
@@ -664,6 +758,9 @@ class Program:
             MemoryError: working memory for the step is not to be had.
         """
         self._check(step, caches)
+        selected_rows = step.logit_rows
+        if len(step.hidden_rows):
+            selected_rows = np.concatenate((step.logit_rows, step.hidden_rows))
         structures = (c.Cache * len(caches))(*(cache.structure for cache in caches))
         addresses = [
             _address(array)
@@ -674,13 +771,14 @@ class Program:
                 step.query_start,
                 step.seq_lens,
                 step.block_table,
-                step.logit_rows,
+                selected_rows,
             )
         ]
         structure = c.Step(
             len(step.token_ids),
             len(step.seq_lens),
             len(step.logit_rows),
+            len(selected_rows),
             step.block_table.shape[2],
             *addresses,
             ctypes.addressof(structures),
@@ -688,7 +786,13 @@ class Program:
         )
         if not self._run(self._handle, pool.handle, ctypes.addressof(structure)):
             raise MemoryError("There is no memory for the step.")
+        self._hidden_rows = slice(len(step.logit_rows), len(selected_rows))
         return self._logits[: len(step.logit_rows)]
+
+    def hidden_states(self) -> Floats:
+        """Those of the newest step's `hidden_rows`, [num_rows, hidden_size]: a view that the next step overwrites."""
+        assert self._hidden is not None, "none are kept"
+        return self._hidden[self._hidden_rows]
 
     def _check(self, step: StepArrays, caches: Sequence[KVCache]) -> None:
         num_tokens, num_seqs, num_groups = len(step.token_ids), len(step.seq_lens), len(caches)
@@ -723,7 +827,11 @@ class Program:
         # An index out of range would read or overwrite foreign memory.
         _check_range(step.token_ids, self._vocab_size)
         _check_range(step.logit_rows, num_tokens)
-        _check_range(step.positions, 1 << 31)
+        _check_range(step.hidden_rows, num_tokens)
+        num_selected = len(step.logit_rows) + len(step.hidden_rows)
+        if len(step.hidden_rows) and (self._hidden is None or num_selected > num_tokens):
+            raise ValueError("The step wants more hidden states than there are.")
+        _check_range(step.positions, self._num_positions)
         for group, cache, slots, table in zip(self._kv_groups, caches, step.slots, blocks, strict=False):
             if (cache.num_kv_heads, cache.head_dim) != (self._num_kv_heads, self._head_dim):
                 raise ValueError("A cache has other heads than the program.")
@@ -749,7 +857,7 @@ def _check_range(array: Ints, limit: int) -> None:
 
 
 def _check_same(x: Buffer, residual: Buffer) -> None:
-    if x.width != residual.width or x.is_for_logits != residual.is_for_logits:
+    if x.width != residual.width or x.row_kind is not residual.row_kind:
         raise ValueError("What is added must have one shape.")
     if x.address == residual.address:
         raise ValueError("A buffer cannot be added to itself.")

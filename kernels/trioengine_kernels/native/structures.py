@@ -30,13 +30,27 @@ class OpKind(enum.IntEnum):
     EXPERT_LINEAR = 15
     MIX_EXPERTS = 16
     LORA = 17
+    LAYER_NORM = 18
+    ACTIVATE = 19
+    FULL_ATTENTION = 20
+
+
+class RowKind(enum.IntEnum):
+    """`TeRowKind`: which rows of a step an operation is for."""
+
+    TOKENS = 0
+    LOGITS = 1
+    SELECTED = 2
+    """Those of logits, and behind them those whose hidden states are wanted."""
 
 
 class Activation(enum.IntEnum):
-    """`TeActivation`: what is done to a gate."""
+    """`TeActivation`."""
 
     SILU = 0
     GELU_TANH = 1
+    GELU = 2
+    RELU = 3
 
 
 class Tiles(ctypes.Structure):
@@ -48,7 +62,7 @@ class Tiles(ctypes.Structure):
 class Embedding(ctypes.Structure):
     """`TeEmbedding`."""
 
-    _fields_ = [("tiles", Tiles), ("out", c_void_p), ("multiplier", c_float)]
+    _fields_ = [("tiles", Tiles), ("out", c_void_p), ("multiplier", c_float), ("is_by_position", c_int32)]
 
 
 class Norm(ctypes.Structure):
@@ -62,6 +76,46 @@ class Norm(ctypes.Structure):
         ("groups", c_void_p),
         ("width", c_int32),
         ("epsilon", c_float),
+    ]
+
+
+class LayerNorm(ctypes.Structure):
+    """`TeLayerNorm`."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("groups", c_void_p),
+        ("width", c_int32),
+        ("epsilon", c_float),
+    ]
+
+
+class Activate(ctypes.Structure):
+    """`TeActivate`."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("groups", c_void_p),
+        ("width", c_int32),
+        ("activation", c_int32),
+    ]
+
+
+class FullAttention(ctypes.Structure):
+    """`TeFullAttention`."""
+
+    _fields_ = [
+        ("qkv", c_void_p),
+        ("out", c_void_p),
+        ("groups", c_void_p),
+        ("num_heads", c_int32),
+        ("head_dim", c_int32),
+        ("scale", c_float),
     ]
 
 
@@ -245,6 +299,9 @@ class _Body(ctypes.Union):
         ("attention", Attention),
         ("gated", Gated),
         ("select", SelectRows),
+        ("layer_norm", LayerNorm),
+        ("activate", Activate),
+        ("full_attention", FullAttention),
         ("soft_cap", SoftCap),
         ("choose", ChooseExperts),
         ("group", GroupByExpert),
@@ -259,7 +316,7 @@ class Op(ctypes.Structure):
     """`TeOp`."""
 
     _anonymous_ = ("body",)
-    _fields_ = [("kind", c_int32), ("is_for_logits", c_int32), ("rows_per_token", c_int32), ("body", _Body)]
+    _fields_ = [("kind", c_int32), ("row_kind", c_int32), ("rows_per_token", c_int32), ("body", _Body)]
 
     def parameters(self) -> ctypes.Structure:
         """The member of the union that the kind uses."""
@@ -285,6 +342,9 @@ _MEMBERS = {
     OpKind.EXPERT_LINEAR: "expert_linear",
     OpKind.MIX_EXPERTS: "mix",
     OpKind.LORA: "lora",
+    OpKind.LAYER_NORM: "layer_norm",
+    OpKind.ACTIVATE: "activate",
+    OpKind.FULL_ATTENTION: "full_attention",
 }
 
 
@@ -308,6 +368,7 @@ class Step(ctypes.Structure):
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
         ("num_logit_rows", c_int32),
+        ("num_selected_rows", c_int32),
         ("max_blocks", c_int32),
         ("token_ids", c_void_p),
         ("positions", c_void_p),
@@ -315,7 +376,7 @@ class Step(ctypes.Structure):
         ("query_start", c_void_p),
         ("seq_lens", c_void_p),
         ("block_table", c_void_p),
-        ("logit_rows", c_void_p),
+        ("selected_rows", c_void_p),
         ("caches", c_void_p),
         ("lora_slots", c_void_p),
     ]

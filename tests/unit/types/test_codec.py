@@ -33,6 +33,7 @@ from trioengine.types.messages import (
     CallRequest,
     CheckIntegrity,
     CoreLoad,
+    EncodeCoreRequest,
     EngineCoreRequest,
     EngineDead,
     ErrorData,
@@ -49,6 +50,7 @@ from trioengine.types.messages import (
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import RequestOutputKind, SamplingParams
+from trioengine.types.pooling import PoolingFacts, PoolingParams, PoolingTask, PoolingType
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -78,7 +80,30 @@ FINISHED = st.builds(
     stop_token_id=st.none() | INT32,
     error=st.none() | ERRORS,
 )
-FACTS = st.builds(ModelFacts, INT32, INT32, st.lists(INT32, max_size=3).map(tuple))
+POOLINGS = st.builds(
+    PoolingParams,
+    task=st.sampled_from(PoolingTask),
+    pooling_type=st.none() | st.sampled_from(PoolingType),
+    dimensions=st.none() | INT32,
+    normalize=st.none() | st.booleans(),
+    use_activation=st.none() | st.booleans(),
+)
+POOLING_FACTS = st.builds(
+    PoolingFacts,
+    st.lists(st.sampled_from(PoolingTask), max_size=2).map(tuple),
+    st.sampled_from(PoolingType),
+    st.booleans(),
+    INT32,
+    st.lists(TEXTS, max_size=3).map(tuple),
+)
+FACTS = st.builds(
+    ModelFacts,
+    INT32,
+    INT32,
+    st.lists(INT32, max_size=3).map(tuple),
+    can_generate=st.booleans(),
+    pooling=st.none() | POOLING_FACTS,
+)
 STRATEGIES = {
     EngineCoreRequest: st.builds(
         EngineCoreRequest,
@@ -88,6 +113,17 @@ STRATEGIES = {
         sampling=SAMPLINGS,
         seed=st.integers(0, 2**64 - 1),
         eos_token_ids=st.lists(INT32, max_size=3).map(tuple),
+    ),
+    EncodeCoreRequest: st.builds(
+        EncodeCoreRequest,
+        INT32,
+        TEXTS,
+        st.binary(max_size=9),
+        POOLINGS,
+        st.none() | INT32,
+        INT32,
+        st.none() | TEXTS,
+        st.none() | TEXTS,
     ),
     AbortRequests: st.builds(AbortRequests, st.lists(INT32, max_size=5).map(tuple)),
     CallRequest: st.builds(CallRequest, INT64, st.sampled_from([GetLoad(), CheckIntegrity()])),

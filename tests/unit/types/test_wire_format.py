@@ -36,6 +36,7 @@ from trioengine.types.messages import (
     CheckIntegrity,
     CoreLoad,
     CoreStats,
+    EncodeCoreRequest,
     EngineCoreRequest,
     EngineDead,
     ErrorData,
@@ -53,6 +54,7 @@ from trioengine.types.messages import (
     PauseGeneration,
     PauseMode,
     PinLoRA,
+    PooledOutput,
     Ready,
     RemoveLoRA,
     Reply,
@@ -67,6 +69,7 @@ from trioengine.types.messages import (
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import RequestOutputKind, SamplingParams
+from trioengine.types.pooling import PoolingFacts, PoolingParams, PoolingTask, PoolingType
 from trioengine.types.structured import StructuredOutputsParams
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "wire.json"
@@ -111,6 +114,23 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
         1, "id/0", b"\1\0\0\0\2\0\0\0", SAMPLING, 2**64 - 1, (2, 5), -1, "salt", True, "polite"
     ),
     "EngineCoreRequest, defaults": EngineCoreRequest(0, "", b"\0\0\0\0", SamplingParams(), 0),
+    "EncodeCoreRequest": EncodeCoreRequest(
+        1,
+        "id/0",
+        b"\1\0\0\0\2\0\0\0",
+        PoolingParams(
+            task=PoolingTask.TOKEN_EMBED,
+            pooling_type=PoolingType.CLS,
+            dimensions=3,
+            normalize=True,
+            use_activation=False,
+        ),
+        1,
+        -1,
+        "salt",
+        "adapter",
+    ),
+    "EncodeCoreRequest, defaults": EncodeCoreRequest(0, "", b"\0\0\0\0", PoolingParams()),
     "AbortRequests": AbortRequests((0, 300)),
     "CallRequest GetLoad": CallRequest(5, GetLoad()),
     "CallRequest CheckIntegrity": CallRequest(6, CheckIntegrity()),
@@ -130,6 +150,18 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
     "Stop": Stop(),
     "Starting": Starting("loading the weights", 0.25),
     "Ready": Ready(ModelFacts(2048, 49152, (2, 0), 20), 100, 16, {"max_num_seqs": "256: as configured"}),
+    "Ready, encoder": Ready(
+        ModelFacts(
+            512,
+            30522,
+            (),
+            can_generate=False,
+            pooling=PoolingFacts((PoolingTask.SCORE, PoolingTask.CLASSIFY), PoolingType.MEAN, True, 384, ("LABEL_0",)),
+        ),
+        512,
+        512,
+        {},
+    ),
     "StepOutput": StepOutput(
         8,
         9,
@@ -146,6 +178,12 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
         logprobs=LOGPROBS,
         prompt_logprobs=LOGPROBS,
         cached_tokens=b"\1\0\0\0\x10\0\0\0",
+        pooled=PooledOutput(
+            slots=b"\4\0\0\0\5\0\0\0",
+            num_rows=b"\xff\xff\xff\xff\2\0\0\0",
+            widths=b"\2\0\0\0\1\0\0\0",
+            values=b"\0\0\0\xc0\0\0\x80\xbf\0\0\0\xc0\0\0\x80\xbf",
+        ),
     ),
     "StepOutput, defaults": StepOutput(0, 1, 2.5),
     "Reply": Reply(5, encode_reply(GetLoad, CoreLoad(1, 2, 3, 4))),

@@ -16,6 +16,7 @@ from trioengine.core.executor import KVCacheGroup, StepPlan, StepResult
 from trioengine.runtime.collector import tune_garbage_collector
 from trioengine.types.messages import EngineCoreRequest, pack_int32
 from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import PoolingParams
 
 BLOCK_SIZE = 16
 MAX_PROMPT_TOKENS = 2 * BLOCK_SIZE
@@ -126,6 +127,9 @@ class IdleExecutor:
         """As `Executor.remove_lora`."""
 
     def check_sampling(self, sampling: SamplingParams) -> None:
+        """All are fine."""
+
+    def check_pooling(self, pooling: PoolingParams) -> None:
         """All are fine."""
 
     def submit(self, plan: StepPlan) -> None:

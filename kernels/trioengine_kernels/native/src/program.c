@@ -61,6 +61,12 @@ size_t te_attention_scratch_floats(int32_t max_query_rows, int32_t padded_dim)
     return rows * 2 + rows * (size_t)padded_dim * 3 + rows * TE_KV_SPLIT + 64;
 }
 
+size_t te_full_attention_scratch_floats(int32_t max_tokens, int32_t head_dim)
+{
+    size_t tokens = (size_t)max_tokens + TE_KV_TOKENS, padded = (size_t)head_dim + 16;
+    return tokens * 2 * padded + TE_FULL_QUERIES * (tokens + padded);
+}
+
 TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops)
 {
     TeProgram *program = calloc(1, sizeof *program);
@@ -103,7 +109,9 @@ static int32_t divide_up(int64_t a, int64_t b)
 
 static int32_t rows_of(const TeProgram *program, const TeOp *op)
 {
-    return op->rows_per_token * (op->is_for_logits ? program->step.num_logit_rows : program->step.num_tokens);
+    const TeStep *step = &program->step;
+    const int32_t rows[] = {step->num_tokens, step->num_logit_rows, step->num_selected_rows};
+    return op->rows_per_token * rows[op->row_kind];
 }
 
 static int32_t strips_of(const TeTiles *tiles)
@@ -161,6 +169,8 @@ static int32_t num_chunks(const TeProgram *program, const TeOp *op)
                program->step.caches[op->attention.kv_group].num_kv_heads;
     case TE_OP_ATTENTION_MERGE:
         return program->plans[op->attention.kv_group].num_merges;
+    case TE_OP_FULL_ATTENTION:
+        return program->step.num_sequences * op->full_attention.num_heads;
     case TE_OP_GROUP_BY_EXPERT:
         return 1;
     case TE_OP_EXPERT_LINEAR: {
@@ -320,7 +330,8 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
     case TE_OP_EMBEDDING: {
         const int32_t width = op->embedding.tiles.columns;
         float *out = op->embedding.out + row * width;
-        kernels->embedding(&op->embedding.tiles, step->token_ids[row], out);
+        kernels->embedding(&op->embedding.tiles,
+                           op->embedding.is_by_position ? step->positions[row] : step->token_ids[row], out);
         for (int32_t i = 0; i < width && op->embedding.multiplier != 1.0f; i++)
             out[i] *= op->embedding.multiplier;
         break;
@@ -332,6 +343,20 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
                           norm->groups ? norm->groups + row * divide_up(norm->width, TE_GROUP) : NULL);
         break;
     }
+    case TE_OP_LAYER_NORM: {
+        const TeLayerNorm *norm = &op->layer_norm;
+        kernels->layer_norm(norm->x + row * norm->width, norm->residual ? norm->residual + row * norm->width : NULL,
+                            norm->weight, norm->bias, norm->epsilon, norm->width, norm->out + row * norm->width,
+                            norm->groups ? norm->groups + row * divide_up(norm->width, TE_GROUP) : NULL);
+        break;
+    }
+    case TE_OP_ACTIVATE: {
+        const TeActivate *activate = &op->activate;
+        kernels->activate(activate->x + row * activate->width, activate->width, activate->activation,
+                          activate->out ? activate->out + row * activate->width : NULL,
+                          activate->groups ? activate->groups + row * divide_up(activate->width, TE_GROUP) : NULL);
+        break;
+    }
     case TE_OP_QUANTIZE:
         kernels->quantize(op->quantize.x + row * op->quantize.width, op->quantize.width,
                           op->quantize.groups + row * divide_up(op->quantize.width, TE_GROUP));
@@ -340,7 +365,7 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
         kernels->add(op->add.x + row * op->add.width, op->add.residual + row * op->add.width, op->add.width);
         break;
     case TE_OP_LORA:
-        lora_row(&op->lora, step, row, op->is_for_logits ? step->logit_rows[row] : row);
+        lora_row(&op->lora, step, row, op->row_kind == TE_ROWS_TOKENS ? row : step->selected_rows[row]);
         break;
     case TE_OP_ROPE_TABLE:
         rope_table_row(&op->rope_table, step->positions[row], op->rope_table.out + row * 2 * op->rope_table.half);
@@ -350,7 +375,7 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
         break;
     case TE_OP_SELECT_ROWS:
         memcpy(op->select.out + row * op->select.width,
-               op->select.x + (int64_t)step->logit_rows[row] * op->select.width,
+               op->select.x + (int64_t)step->selected_rows[row] * op->select.width,
                (size_t)op->select.width * sizeof(float));
         break;
     case TE_OP_SOFT_CAP:
@@ -389,6 +414,13 @@ static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t threa
     case TE_OP_GROUP_BY_EXPERT:
         group_by_expert(&op->group, rows);
         break;
+    case TE_OP_FULL_ATTENTION: {
+        const int32_t *starts = program->step.query_start, heads = op->full_attention.num_heads;
+        const int32_t sequence = chunk / heads;
+        te_kernels()->full_attention(&op->full_attention, starts[sequence], starts[sequence + 1], chunk % heads,
+                                     program->scratch + (size_t)thread * program->scratch_floats);
+        break;
+    }
     case TE_OP_ATTENTION: {
         /* Tasks with the most keys first: the last ones to finish are short. */
         const AttentionPlan *plan = &program->plans[op->attention.kv_group];
@@ -505,6 +537,14 @@ static int prepare_attention(TeProgram *program)
     for (int32_t kv_group = 0; kv_group < program->num_kv_groups; kv_group++)
         if (!prepare_group(program, kv_group))
             return 0;
+    int32_t longest = 0;
+    for (int32_t i = 0; i < program->step.num_sequences; i++)
+        longest = TE_MAX(longest, program->step.query_start[i + 1] - program->step.query_start[i]);
+    for (int32_t op = 0; op < program->num_ops; op++)
+        if (program->ops[op].kind == TE_OP_FULL_ATTENTION) {
+            size_t floats = te_full_attention_scratch_floats(longest, program->ops[op].full_attention.head_dim);
+            program->scratch_floats = TE_MAX(program->scratch_floats, (floats + 15) / 16 * 16);
+        }
     return reserve((void **)&program->scratch, &program->scratch_capacity,
                    (size_t)program->num_threads * program->scratch_floats * sizeof(float));
 }

@@ -22,13 +22,20 @@ typedef enum {
     TE_OP_GATHER_ROWS = 14,
     TE_OP_EXPERT_LINEAR = 15,
     TE_OP_MIX_EXPERTS = 16,
-    TE_OP_LORA = 17
+    TE_OP_LORA = 17,
+    TE_OP_LAYER_NORM = 18,
+    TE_OP_ACTIVATE = 19,
+    TE_OP_FULL_ATTENTION = 20
 } TeOpKind;
+
+/* Of a step. Selected rows are the logit rows, and behind them those whose hidden states are wanted. */
+typedef enum { TE_ROWS_TOKENS = 0, TE_ROWS_LOGITS = 1, TE_ROWS_SELECTED = 2 } TeRowKind;
 
 typedef struct {
     TeTiles tiles;
     float *out; /* [tokens, columns] */
     float multiplier;
+    int32_t is_by_position; /* its rows are those of the tokens' positions, else of their ids */
 } TeEmbedding;
 
 typedef struct {
@@ -40,6 +47,25 @@ typedef struct {
     int32_t width;
     float epsilon;
 } TeNorm;
+
+typedef struct {
+    const float *x;
+    const float *residual; /* may be null; x is added to it first */
+    const float *weight;
+    const float *bias;
+    float *out;
+    TeGroup *groups; /* may be null */
+    int32_t width;
+    float epsilon;
+} TeLayerNorm;
+
+typedef struct {
+    const float *x;
+    float *out;      /* x, or null */
+    TeGroup *groups; /* may be null */
+    int32_t width;
+    int32_t activation;
+} TeActivate;
 
 typedef struct {
     const float *x;
@@ -159,7 +185,7 @@ typedef struct {
 
 typedef struct {
     int32_t kind;
-    int32_t is_for_logits;  /* its rows are the step's logit rows, else its tokens... */
+    int32_t row_kind;       /* TeRowKind: its rows are these of the step... */
     int32_t rows_per_token; /* ...each so many times */
     union {
         TeEmbedding embedding;
@@ -172,6 +198,9 @@ typedef struct {
         TeAttention attention;
         TeGated gated;
         TeSelectRows select;
+        TeLayerNorm layer_norm;
+        TeActivate activate;
+        TeFullAttention full_attention;
         TeSoftCap soft_cap;
         TeChooseExperts choose;
         TeGroupByExpert group;

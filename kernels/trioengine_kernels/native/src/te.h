@@ -112,10 +112,23 @@ typedef struct {
     float soft_cap; /* 0: none */
 } TeAttention;
 
+#define TE_FULL_QUERIES 24 /* queries whose scores are worked out at once */
+
+/* Each token sees all of its sequence. */
+typedef struct {
+    const float *qkv; /* [tokens, 3 * heads * head_dim]: queries, keys, values */
+    float *out;       /* [tokens, heads * head_dim]; null where only `groups` is wanted */
+    TeGroup *groups;  /* null where the result is not wanted quantized */
+    int32_t num_heads;
+    int32_t head_dim;
+    float scale;
+} TeFullAttention;
+
 typedef struct {
     int32_t num_tokens;
     int32_t num_sequences;
     int32_t num_logit_rows;
+    int32_t num_selected_rows;
     int32_t max_blocks;
     const int32_t *token_ids;
     const int32_t *positions;
@@ -123,7 +136,7 @@ typedef struct {
     const int32_t *query_start;
     const int32_t *seq_lens;
     const int32_t *block_table; /* [KV groups][sequences][max_blocks] */
-    const int32_t *logit_rows;
+    const int32_t *selected_rows; /* those of logits first */
     const TeCache *caches; /* [KV groups] */
     const int32_t *lora_slots; /* [tokens]: 0 is no adapter; null where that holds for all */
 } TeStep;
@@ -141,7 +154,7 @@ typedef struct {
 
 typedef enum { TE_PORTABLE = 0, TE_AVX2 = 1, TE_AVX_VNNI = 2, TE_VNNI = 3, TE_DOTPROD = 4, TE_NUM_ISAS } TeIsa;
 
-typedef enum { TE_SILU = 0, TE_GELU_TANH = 1, TE_NUM_ACTIVATIONS } TeActivation;
+typedef enum { TE_SILU = 0, TE_GELU_TANH = 1, TE_GELU = 2, TE_RELU = 3, TE_NUM_ACTIVATIONS } TeActivation;
 
 typedef struct {
     /* groups[ceil(width / 32)] of one row; the last is filled up with zeros. */
@@ -168,10 +181,18 @@ typedef struct {
                       float *scratch);
     /* Puts together the `num_partials` results of one token, [partial][head][2 + padded_dim]. */
     void (*merge)(const TeAttention *attention, const TeStep *step, int32_t row, int32_t partial, int32_t num_partials);
+    /* The norm of x + residual, which may be null; `groups` too. */
+    void (*layer_norm)(const float *x, const float *residual, const float *weight, const float *bias, float epsilon,
+                       int32_t width, float *out, TeGroup *groups);
+    /* `out` may be x, or null; `groups` may be null. */
+    void (*activate)(const float *x, int32_t width, int32_t activation, float *out, TeGroup *groups);
+    void (*full_attention)(const TeFullAttention *attention, int32_t start, int32_t end, int32_t head, float *scratch);
 } TeKernels;
 
 /* Floats of scratch memory that `attention` needs for tasks of up to `max_query_rows` rows times heads per KV head. */
 size_t te_attention_scratch_floats(int32_t max_query_rows, int32_t padded_dim);
+/* The same of `full_attention` for sequences of up to `max_tokens`. */
+size_t te_full_attention_scratch_floats(int32_t max_tokens, int32_t head_dim);
 
 TE_API int32_t te_isa_is_supported(int32_t isa);
 TE_API int32_t te_set_isa(int32_t isa); /* 0 where it is not supported */

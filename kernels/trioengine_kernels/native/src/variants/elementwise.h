@@ -124,6 +124,13 @@ TE_INLINE vf activated(vf gate, int32_t activation)
 {
     if (activation == TE_SILU)
         return gate * vf_sigmoid(gate);
+    if (activation == TE_GELU) {
+        /* x (1 + erf(x / sqrt 2)) / 2, in the form that loses nothing on either side of zero */
+        vf part = gate * (vf_set(0.5f) * vf_erfc_abs(gate * vf_set(0.70710678118654752f)));
+        return vf_select(gate < vf_zero(), part, gate - part);
+    }
+    if (activation == TE_RELU)
+        return vf_select(gate < vf_zero(), vf_zero(), gate);
     /* 0.5 x (1 + tanh y) = x sigmoid(2 y) */
     vf cubed = gate * gate * gate;
     return gate * vf_sigmoid(vf_set(2.0f * 0.7978845608f) * vf_fma(vf_set(0.044715f), cubed, gate));

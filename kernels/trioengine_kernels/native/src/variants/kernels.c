@@ -1,6 +1,7 @@
 /* The kernels for one kind of processor: compiled once for each, with its flags and its name as TE_VARIANT. */
 #include "attention.h"
 #include "elementwise.h"
+#include "encoder.h"
 #include "products.h"
 
 #define TE_PASTE(a, b) a##b
@@ -19,4 +20,7 @@ const TeKernels TE_TABLE(TE_VARIANT) = {
     .rope_write = rope_write,
     .attention = attention,
     .merge = merge,
+    .layer_norm = layer_norm,
+    .activate = activate,
+    .full_attention = full_attention,
 };
