@@ -33,7 +33,7 @@ from trioengine.worker.logits_processors import LogitsProcessors
 from trioengine.worker.pooling import decoder_pooling
 
 if TYPE_CHECKING:
-    from trioengine.worker.transformers_model import TransformersCheckpoint, TransformersConfig
+    from trioengine.worker.transformers_checkpoint import TransformersCheckpoint, TransformersConfig
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def open_model(location: ModelLocation) -> AnyCheckpoint:
             " may, and is not installed: pip install 'trioengine[transformers]'.",
             path=str(location.path),
         )
-    from trioengine.worker.transformers_model import open_transformers_checkpoint
+    from trioengine.worker.transformers_checkpoint import open_transformers_checkpoint
 
     checkpoint = open_transformers_checkpoint(location)
     logger.warning(

@@ -16,7 +16,8 @@ from trioengine.models.torch_ops import DecoderInput
 from trioengine.worker.backend import StepBatch
 from trioengine.worker.kv_cache import TorchKVCache
 from trioengine.worker.sampler import sample_rows
-from trioengine.worker.transformers_model import TransformersCheckpoint, TransformersModel, load_transformers_model
+from trioengine.worker.transformers_checkpoint import TransformersCheckpoint
+from trioengine.worker.transformers_model import TransformersModel, load_transformers_model
 
 
 def load_transformers_backend(
