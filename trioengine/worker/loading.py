@@ -250,7 +250,7 @@ def load_executor(
             lambda skip_special_tokens: get_tokenizer().token_byte_table(skip_special_tokens),
             checkpoint.config.vocab_size,
         ),
-        pooling=decoder_pooling(location, checkpoint.config.hidden_size)
+        pooling=decoder_pooling(checkpoint.location, checkpoint.config.hidden_size)
         if isinstance(checkpoint, Checkpoint)
         else None,
         is_asynchronous=config.async_scheduling,
