@@ -60,7 +60,7 @@ class Product:
             tokens, tokens, tokens[None], np.array([0, len(x)], np.int32), np.array([len(x)], np.int32),
             np.arange(-(-len(x) // 16), dtype=np.int32)[None, None],
             tokens if logit_rows is None else np.array(logit_rows, np.int32),
-            None if slots is None else np.array(slots, np.int32),
+            lora_slots=None if slots is None else np.array(slots, np.int32),
         )  # fmt: skip
         cache = KVCache(num_blocks=-(-len(x) // 16), block_size=16, num_layers=1, num_kv_heads=1, head_dim=16)
         return program.run(step, [cache], self.pool).copy()

@@ -796,13 +796,12 @@ class Program:
 
     def _check(self, step: StepArrays, caches: Sequence[KVCache]) -> None:
         num_tokens, num_seqs, num_groups = len(step.token_ids), len(step.seq_lens), len(caches)
-        arrays = [getattr(step, field.name) for field in attrs.fields(StepArrays)]
-        if step.lora_slots is None:
-            arrays.pop()
-        elif len(step.lora_slots) != num_tokens:
-            raise ValueError("Each token has a slot.")
-        else:
+        if step.lora_slots is not None:
+            if len(step.lora_slots) != num_tokens:
+                raise ValueError("Each token has a slot.")
             _check_range(step.lora_slots, self._num_lora_slots + 1)
+        values = [getattr(step, field.name) for field in attrs.fields(StepArrays)]
+        arrays = [value for value in values if value is not None]
         if any(array.dtype != np.int32 or not array.flags.c_contiguous for array in arrays):
             raise ValueError("The arrays of a step must be contiguous int32.")
         if num_groups < len(self._kv_groups):
