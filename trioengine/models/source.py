@@ -79,6 +79,7 @@ class Source:
         return name in self._shapes
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Return when there is such a tensor. CheckpointError: it is missing, or has another shape."""
         if name not in self._shapes:
             raise self.error(f"the tensor {name!r} is missing")
         if self._shapes[name] != shape:
@@ -88,6 +89,7 @@ class Source:
             )
 
     def matrix(self, name: str, shape: tuple[int, int]) -> MatrixPart:
+        """A matrix, [rows, columns]. CheckpointError: as `check_shape` says."""
         if (packed := self._packed.get(name)) is not None:
             self.check_shape(name, shape)
             self._unread.discard(name)
@@ -97,6 +99,7 @@ class Source:
         return StoredMatrix(name, tensor.ggml_type, tensor.data.reshape(num_rows, -1), num_columns)
 
     def stacked_matrices(self, name: str, shape: tuple[int, int, int]) -> Sequence[MatrixPart]:
+        """Matrices of one tensor, [count, rows, columns]. CheckpointError: as `check_shape` says."""
         tensor = self._tensor(name, shape)
         count, num_rows, num_columns = shape
         return [
@@ -104,17 +107,20 @@ class Source:
         ]
 
     def vector(self, name: str, size: int) -> Floats:
+        """Numbers as float32. CheckpointError: as `check_shape` says, or it is packed."""
         if name in self._packed:
             raise self.error(f"the tensor {name!r} is a packed matrix, but the configuration needs a vector")
         return dequantize(self._tensor(name, (size,)))
 
     def norm(self, name: str, size: int) -> Floats:
+        """The weights of a norm, with what the format leaves out added. CheckpointError: as `vector` says."""
         values = self.vector(name, size)
         with np.errstate(invalid="ignore"):  # A damaged file's numbers are its own.
             values += np.float32(self.names.norm_offset)
         return values
 
     def ignore(self, name: str) -> None:
+        """Count a tensor as read: it changes nothing."""
         self._unread.discard(name)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
@@ -130,10 +136,12 @@ class Source:
             raise self.error(f"{len(unread)} tensors are not known for this architecture, such as {shown}")
 
     def error(self, why: str) -> CheckpointError:
+        """An error that names the checkpoint."""
         return CheckpointError(f"{self.path}: {why}.", path=str(self.path))
 
 
 def gguf_source(file: GGUFFile, config: ModelConfig) -> Source:
+    """The tensors of a GGUF file."""
     tensors = file.tensors
     return Source(
         file.path,
@@ -146,6 +154,7 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> Source:
 
 
 def folder_source(folder: Path, config: ModelConfig) -> Source:
+    """The tensors of a folder with safetensors. CheckpointError: a file of it is damaged or of an unknown format."""
     tensors = open_safetensors(folder)
     packed, optional = None, set[str]()
     if (weight_format := read_weight_format(folder)) is not None:

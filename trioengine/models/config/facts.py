@@ -21,9 +21,11 @@ class Facts:
         self._prefix = prefix
 
     def error(self, why: str) -> CheckpointError:
+        """An error that names the file."""
         return CheckpointError(f"{self._path}: {why}.", path=self._path)
 
     def unsupported_architecture(self, name: str, supported: Iterable[str]) -> CheckpointError:
+        """An error for an architecture that is none of the supported ones."""
         return self.error(f"the architecture {name[:100]!r} is not supported; supported are {', '.join(supported)}")
 
     def with_defaults(self, defaults: Mapping[str, object]) -> "Facts":
@@ -37,6 +39,7 @@ class Facts:
             raise self.error(f"{self._prefix}{key} is {_short(value)}, which is not supported for this architecture")
 
     def has(self, key: str) -> bool:
+        """Whether the key has a value."""
         return self._values.get(key) is not None
 
     def nothing(self) -> "Facts":
@@ -44,6 +47,7 @@ class Facts:
         return Facts({}, self._path, self._prefix)
 
     def inner(self, key: str) -> "Facts | None":
+        """The object under a key. CheckpointError: it is something else."""
         value = self._values.get(key)
         if value is None:
             return None
@@ -52,6 +56,7 @@ class Facts:
         return Facts(cast(Mapping[str, object], value), self._path, f"{self._prefix}{key}.")
 
     def text(self, key: str, default: str | None = None) -> str:
+        """A string. CheckpointError: it is something else, or missing without a default."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.error(f"{self._prefix}{key} is not a string")
@@ -66,27 +71,32 @@ class Facts:
         return texts
 
     def flag(self, key: str, default: bool) -> bool:
+        """True or False. CheckpointError: as `text` says."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(f"{self._prefix}{key} is not true or false")
         return value
 
     def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
+        """An integer in this range. CheckpointError: as `text` says."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.error(f"{self._prefix}{key} must be an integer from {least} to {most}, not {_short(value)}")
         return value
 
     def optional_size(self, key: str) -> int | None:
+        """As `size`; None where it is missing."""
         return self.size(key) if self.has(key) else None
 
     def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0. CheckpointError: as `text` says."""
         value = self._get(key, default)
         if not _is_number(value):
             raise self.error(f"{self._prefix}{key} must be a number above 0, not {_short(value)}")
         return float(cast(float, value))
 
     def optional_number(self, key: str) -> float | None:
+        """As `number`; None where it is missing."""
         return self.number(key) if self.has(key) else None
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
@@ -104,9 +114,11 @@ class Facts:
         return tuple(map(bool, values))
 
     def is_list(self, key: str) -> bool:
+        """Whether the value is a list."""
         return isinstance(self._values.get(key), (list, tuple))
 
     def optional_token_id(self, key: str) -> int | None:
+        """As `token_ids`, the first; None where there is none."""
         ids = self.token_ids(key)
         return ids[0] if ids else None
 
