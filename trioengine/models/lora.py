@@ -53,6 +53,10 @@ _UNSUPPORTED: Mapping[str, Sequence[object]] = {
     "exclude_modules": (None, []),
     "alora_invocation_tokens": (None, []),
     "arrow_config": (None,),
+    "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
 }
 _GGML_TYPES: Mapping[TensorDType, GGMLType] = {
     TensorDType.F32: GGMLType.F32,

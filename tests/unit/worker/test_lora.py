@@ -13,12 +13,15 @@ pytest.importorskip("safetensors")
 
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 
+from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.core.executor import NewSequence  # noqa: E402
+from trioengine.models.loader import open_checkpoint  # noqa: E402
 from trioengine.models.lora import LoRA, read_lora  # noqa: E402
+from trioengine.models.torch_ops import load_torch_model  # noqa: E402
 from trioengine.testing.logits import HalfCacheOps, torch_logits  # noqa: E402
 from trioengine.testing.lora import merged, write_lora  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
-from trioengine.testing.tiny_model import native_copy, random_model, tiny_config  # noqa: E402
+from trioengine.testing.tiny_model import native_copy, random_model, tiny_config, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
 from trioengine.worker.native_backend import NativeBackend  # noqa: E402
 from trioengine.worker.packing import pack_step  # noqa: E402
@@ -131,6 +134,32 @@ def wanted(lora: LoRA | None, make, length: int, start: int) -> np.ndarray:
     if make is make_torch:
         return torch_logits(model, tokens(length, start))
     return torch_logits(model, tokens(length, start), HalfCacheOps)
+
+
+def test_an_adapter_that_peft_has_saved_gives_pefts_logits() -> None:
+    """In the fixture are a Llama, an adapter and the logits of both, as PEFT 0.21.2 and transformers 5.24 made them: a
+    pattern of modules, others of ranks and alphas, rslora."""
+    folder = Path(__file__).parents[2] / "fixtures" / "peft"
+    checkpoint = open_checkpoint(ModelLocation(ModelKind.FOLDER, folder / "model", "peft"))
+    lora = read_lora(str(folder / "adapter"), checkpoint.config, 3)
+    expected = np.load(folder / "logits.npy")
+    token_ids = range(3, 27)
+    model = load_torch_model(checkpoint)
+    assert relative_error(torch_logits(merged(model, lora), token_ids), expected) < 1e-5
+    assert relative_error(torch_logits(model, token_ids), expected) > 0.1
+
+
+def test_rows_of_a_gguf_file_are_in_the_order_of_adapters(tmp_path: Path, loras: list[LoRA]) -> None:
+    """llama.cpp stores queries and keys of a Llama in another order."""
+    config = attrs.evolve(MODEL.config, has_qkv_bias=False)
+    model = random_model(config)
+    write_gguf(tmp_path / "model.gguf", model)
+    read = load_torch_model(open_checkpoint(ModelLocation(ModelKind.GGUF, tmp_path / "model.gguf", "tiny")))
+    backend = TorchBackend(read, reload=lambda: read, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
+    backend.load_lora(1, loras[1])
+    batch = Batch(backend, [1], [20])
+    batch.step(20)
+    assert relative_error(batch.all(0), torch_logits(merged(model, loras[1]), tokens(20, 0))) < TOLERANCE
 
 
 SCHEDULES = {
