@@ -32,6 +32,8 @@ class RequestTable:
         """Running requests whose results are not just tokens."""
         self.num_preemptions = 0
         """Since the start."""
+        self.grown: dict[int, Request] = {}
+        """Running requests, by sequence id, whose newest full blocks are not findable yet."""
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_logit_rows)
         self._kv_cache = kv_cache
         self._loras = loras
@@ -69,6 +71,12 @@ class RequestTable:
         self.waiting.add(victim)
         self.num_preemptions += 1
 
+    def commit_grown(self) -> None:
+        """Let full blocks of `grown` be found."""
+        for request in self.grown.values():
+            self._commit(request)
+        self.grown.clear()
+
     def finish(self, request: Request, event: RequestEvent, finished: Finished) -> None:
         """End a request, wherever it is. `drop_left` must follow."""
         if request.status is RequestStatus.RUNNING:
@@ -88,6 +96,7 @@ class RequestTable:
     def leave(self, request: Request) -> None:
         """Note that a request, whose blocks are free, does not run any more."""
         self.removed.append(request.sequence_id)
+        self.grown.pop(request.sequence_id, None)
         if request.lora is not None:
             request.lora.num_running -= 1
         self.num_bound -= request.grammar is not None
@@ -136,10 +145,15 @@ class RequestTable:
 
     def _give_back(self, request: Request) -> None:
         """Free a running request's blocks. What is in them stays findable until they are used for something else."""
-        num_known = min(request.num_computed_tokens, len(request.token_ids))
-        self._kv_cache.commit(request.sequence_id, request.token_ids, num_known)
+        num_known = self._commit(request)
         self._kv_cache.free_withdrawn(request.sequence_id, num_known)
         self.leave(request)
+
+    def _commit(self, request: Request) -> int:
+        """Let all full blocks of a request be found; how many of its tokens are known and computed."""
+        num_known = min(request.num_computed_tokens, len(request.token_ids))
+        self._kv_cache.commit(request.sequence_id, request.token_ids, num_known)
+        return num_known
 
     def _end(self, request: Request, event: RequestEvent, finished: Finished) -> None:
         request.apply(event)

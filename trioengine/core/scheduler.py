@@ -68,6 +68,9 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._loras = loras
         self._block_size = config.block_size
+        # Blocks that fill one token after another are hashed when somebody may look for them, in one go. But those that
+        # are behind a window are gone by then, and who reads events wants to know at once.
+        self._commits_at_once = kv_cache.has_windows or config.enable_kv_cache_events
         self._has_priorities = config.scheduling_policy is SchedulingPolicy.PRIORITY
         self._table = RequestTable(config, kv_cache, loras)
         self._results = ResultReader(self._table, kv_cache, self.drafting.speculator)
@@ -307,6 +310,7 @@ class Scheduler:
         kv_cache, running = self._kv_cache, self._table.running
         while True:
             if len(running) < self._table.max_num_seqs:
+                self._table.commit_grown()
                 admission = kv_cache.admit(
                     request.sequence_id,
                     request.token_ids,
@@ -362,7 +366,10 @@ class Scheduler:
     def _make_room(self, request: Request, start: int, end: int) -> bool:
         """Find blocks, from the last running requests if need be; False when the request itself had to give."""
         # All tokens before `start` are known: at most the one at `start` is on its way.
-        self._kv_cache.commit(request.sequence_id, request.token_ids, start)
+        if self._commits_at_once:
+            self._kv_cache.commit(request.sequence_id, request.token_ids, start)
+        else:
+            self._table.grown[request.sequence_id] = request
         while True:
             new_block_ids = self._kv_cache.allocate(request.sequence_id, end, start)
             if new_block_ids is not None:
