@@ -46,6 +46,17 @@ def run(library, pool, x, record, lengths=None, head_dim=16):
     return program.run(step_of(lengths or [len(x)], logit_rows=range(len(x))), (), pool).copy()
 
 
+def attend(library, builder, qkv, num_heads, scale):
+    """Attention of queries, keys and values that lie side by side."""
+    width = qkv.width // 3
+    eye = np.eye(3 * width, dtype=np.float32)
+    query_key, value = (
+        builder.linear(qkv, pack_float(library, eye[part], TileKind.F32))
+        for part in (slice(0, 2 * width), slice(2 * width, None))
+    )
+    return builder.full_attention(query_key, value, num_heads=num_heads, scale=scale)
+
+
 def layer_norm(x, weight, bias):
     x = x.astype(np.float64)
     centred = x - x.mean(axis=1, keepdims=True)
@@ -96,7 +107,7 @@ def test_full_attention(library, pool, isa, lengths, num_heads, dim):
     qkv = random(sum(lengths), 3 * num_heads * dim)
 
     def record(builder, buffer):
-        return builder.full_attention(buffer, num_heads=num_heads, scale=dim**-0.5)
+        return attend(library, builder, buffer, num_heads, dim**-0.5)
 
     actual = run(library, pool, qkv, record, lengths, head_dim=dim)
     first = 0
@@ -117,7 +128,7 @@ def test_a_text_is_the_same_alone_and_in_company(library, pool, isa):
     qkv = random(sum(lengths), 3 * 2 * dim)
 
     def record(builder, buffer):
-        attended = builder.full_attention(buffer, num_heads=2, scale=0.2)
+        attended = attend(library, builder, buffer, 2, 0.2)
         return builder.linear(attended, pack_float(library, random(24, 2 * dim, seed=3), TileKind.INT8))
 
     together = run(library, pool, qkv, record, lengths, head_dim=dim)
@@ -137,7 +148,7 @@ def test_quantized_forms_are_those_of_the_floats(library, pool, isa, operation):
             case "activate":
                 out = builder.activate(buffer, Activation.GELU)
             case _:
-                out = builder.full_attention(buffer, num_heads=1, scale=0.3)
+                out = attend(library, builder, buffer, 1, 0.3)
         if not is_direct:
             # Through another operation, which does not quantize.
             zeros = builder.linear(out, pack_float(library, np.zeros((out.width,) * 2, np.float32), TileKind.F32))

@@ -39,8 +39,9 @@ class Linear(Generic[MatrixT, VectorT]):
 class EncoderLayer(Generic[MatrixT, VectorT]):
     """One layer."""
 
-    qkv: Linear[MatrixT, VectorT]
-    """[3 * hidden_size, hidden_size]: queries, keys, values."""
+    query_key: Linear[MatrixT, VectorT]
+    """[2 * hidden_size, hidden_size]: queries, keys."""
+    value: Linear[MatrixT, VectorT]
     output: Linear[MatrixT, VectorT]
     attention_norm: LayerNorm[VectorT]
     up: Linear[MatrixT, VectorT]
@@ -80,7 +81,7 @@ class EncoderOps(Protocol[TensorT, MatrixT_contra, VectorT]):
         """`x @ weightᵀ + bias`."""
         ...
 
-    def full_attention(self, qkv: TensorT, num_heads: int) -> TensorT:
+    def full_attention(self, query_key: TensorT, value: TensorT, num_heads: int) -> TensorT:
         """What each token gathers from all of its text, [num_tokens, hidden_size]."""
         ...
 
@@ -111,7 +112,9 @@ class Encoder(Generic[MatrixT, VectorT]):
             epsilon,
         )
         for layer in weights.layers:
-            gathered = ops.full_attention(ops.linear(x, layer.qkv.weight, layer.qkv.bias), config.num_heads)
+            query_key = ops.linear(x, layer.query_key.weight, layer.query_key.bias)
+            value = ops.linear(x, layer.value.weight, layer.value.bias)
+            gathered = ops.full_attention(query_key, value, config.num_heads)
             if layer is weights.layers[-1]:
                 # The other tokens have done what they are for.
                 gathered, x = ops.select_rows(gathered), ops.select_rows(x)

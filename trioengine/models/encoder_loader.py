@@ -190,7 +190,8 @@ class _Names:
     positions: str
     types: str
     embedding_norm: str
-    qkv: Sequence[str]
+    query_key: Sequence[str]
+    value: str
     output: str
     attention_norm: str
     up: str
@@ -207,7 +208,8 @@ _BERT_NAMES = _Names(
     positions="embeddings.position_embeddings",
     types="embeddings.token_type_embeddings",
     embedding_norm="embeddings.LayerNorm",
-    qkv=tuple(f"encoder.layer.{{}}.attention.self.{name}" for name in ("query", "key", "value")),
+    query_key=("encoder.layer.{}.attention.self.query", "encoder.layer.{}.attention.self.key"),
+    value="encoder.layer.{}.attention.self.value",
     output="encoder.layer.{}.attention.output.dense",
     attention_norm="encoder.layer.{}.attention.output.LayerNorm",
     up="encoder.layer.{}.intermediate.dense",
@@ -227,7 +229,8 @@ _FOLDER_NAMES: Mapping[EncoderFamily, _Names] = {
         positions="embeddings.position_embeddings",
         types="",
         embedding_norm="embeddings.LayerNorm",
-        qkv=tuple(f"transformer.layer.{{}}.attention.{name}" for name in ("q_lin", "k_lin", "v_lin")),
+        query_key=("transformer.layer.{}.attention.q_lin", "transformer.layer.{}.attention.k_lin"),
+        value="transformer.layer.{}.attention.v_lin",
         output="transformer.layer.{}.attention.out_lin",
         attention_norm="transformer.layer.{}.sa_layer_norm",
         up="transformer.layer.{}.ffn.lin1",
@@ -242,7 +245,8 @@ _GGUF_NAMES = _Names(
     positions="position_embd",
     types="token_types",
     embedding_norm="token_embd_norm",
-    qkv=("blk.{}.attn_q", "blk.{}.attn_k", "blk.{}.attn_v"),
+    query_key=("blk.{}.attn_q", "blk.{}.attn_k"),
+    value="blk.{}.attn_v",
     output="blk.{}.attn_output",
     attention_norm="blk.{}.attn_output_norm",
     up="blk.{}.ffn_up",
@@ -276,7 +280,9 @@ class _Loader(Generic[MatrixT, VectorT]):
         for i in range(config.num_layers):
             layers.append(
                 EncoderLayer(
-                    qkv=self._linear([name.format(i) for name in names.qkv], hidden, hidden),
+                    query_key=self._linear([name.format(i) for name in names.query_key], hidden, hidden),
+                    # An error of the values goes straight into the result, and they are a twelfth of the work.
+                    value=self._linear([names.value.format(i)], hidden, hidden, may_quantize=False),
                     output=self._linear([names.output.format(i)], hidden, hidden),
                     attention_norm=self._norm(names.attention_norm.format(i)),
                     up=self._linear([names.up.format(i)], inner, hidden),
@@ -298,12 +304,14 @@ class _Loader(Generic[MatrixT, VectorT]):
             positions = (types[:, None] + positions).reshape(-1, config.hidden_size)
         return StoredMatrix(name, GGMLType.F32, positions.view(np.uint8), config.hidden_size)
 
-    def _linear(self, names: Sequence[str], num_outputs: int, num_inputs: int) -> Linear[MatrixT, VectorT]:
+    def _linear(
+        self, names: Sequence[str], num_outputs: int, num_inputs: int, *, may_quantize: bool = True
+    ) -> Linear[MatrixT, VectorT]:
         """One or several, one below the other."""
         full = [f"{self._prefix}{name}" for name in names]
         parts = [self._tensors.matrix(f"{name}.weight", (num_outputs, num_inputs)) for name in full]
         bias = np.concatenate([self._tensors.floats(f"{name}.bias", (num_outputs,)) for name in full])
-        return Linear(self._maker.matrix(parts), self._maker.vector(bias))
+        return Linear(self._maker.matrix(parts, may_quantize=may_quantize), self._maker.vector(bias))
 
     def _norm(self, name: str) -> LayerNorm[VectorT]:
         shape = (self._config.hidden_size,)

@@ -51,9 +51,9 @@ class NativeEncoderOps:
         """As `ProgramBuilder.linear`."""
         return self.builder.linear(x, weight, bias)
 
-    def full_attention(self, qkv: Buffer, num_heads: int) -> Buffer:
+    def full_attention(self, query_key: Buffer, value: Buffer, num_heads: int) -> Buffer:
         """As `ProgramBuilder.full_attention`."""
-        return self.builder.full_attention(qkv, num_heads=num_heads, scale=self.head_dim**-0.5)
+        return self.builder.full_attention(query_key, value, num_heads=num_heads, scale=self.head_dim**-0.5)
 
     def activate(self, x: Buffer, activation: EncoderActivation) -> Buffer:
         """As `ProgramBuilder.activate`, in place."""

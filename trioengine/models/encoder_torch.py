@@ -53,10 +53,10 @@ class TorchEncoderOps:
         """`x @ weightᵀ + bias`."""
         return F.linear(x, weight, bias)
 
-    def full_attention(self, qkv: Tensor, num_heads: int) -> Tensor:
+    def full_attention(self, query_key: Tensor, value: Tensor, num_heads: int) -> Tensor:
         """Each text by itself."""
         # [3, heads, tokens, head_dim]
-        split = qkv.unflatten(1, (3, num_heads, -1)).permute(1, 2, 0, 3)
+        split = torch.cat((query_key, value), dim=1).unflatten(1, (3, num_heads, -1)).permute(1, 2, 0, 3)
         parts = split.split(list(self.lengths), dim=2)
         gathered = [F.scaled_dot_product_attention(part[0], part[1], part[2]) for part in parts]
         return torch.cat(gathered, dim=1).transpose(0, 1).flatten(1)

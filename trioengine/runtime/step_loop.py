@@ -9,7 +9,16 @@ from trioengine.errors import CodecError
 from trioengine.runtime.status_page import StatusPage
 from trioengine.transport.zmq_blocking import BlockingSocket, Waker, poll
 from trioengine.types.codec import decode, encode
-from trioengine.types.messages import AbortRequests, CallRequest, EngineCoreRequest, Reply, StepOutput, Stop, ToCore
+from trioengine.types.messages import (
+    AbortRequests,
+    CallRequest,
+    EncodeCoreRequest,
+    EngineCoreRequest,
+    Reply,
+    StepOutput,
+    Stop,
+    ToCore,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +106,7 @@ def _handle_inbox(core: Core, mailbox: Mailbox) -> bool:
         match message:
             case Stop():
                 return True
-            case EngineCoreRequest() | AbortRequests() | CallRequest():
+            case EngineCoreRequest() | EncodeCoreRequest() | AbortRequests() | CallRequest():
                 reply = core.handle(mailbox.client, message)
                 if reply is not None:
                     mailbox.add(encode(reply))

@@ -214,21 +214,28 @@ class ProgramBuilder:
         self._changed(x)
         return attrs.evolve(x, op_index=index)
 
-    def full_attention(self, qkv: Buffer, *, num_heads: int, scale: float) -> Buffer:
+    def full_attention(self, query_key: Buffer, value: Buffer, *, num_heads: int, scale: float) -> Buffer:
         """Attend from each query to all keys of its sequence, which are all in this step.
 
         The result is [tokens, num_heads * head_dim].
 
         Args:
-            qkv: [tokens, 3 * num_heads * head_dim]: queries, keys, values.
+            query_key: [tokens, 2 * num_heads * head_dim]: queries, keys.
+            value: [tokens, num_heads * head_dim].
             num_heads: of each of the three.
             scale: multiplies query · key.
         """
-        if qkv.width != 3 * num_heads * self._head_dim or qkv.row_kind is not RowKind.TOKENS:
-            raise ValueError(f"{qkv.width} is not the width of {num_heads} heads' queries, keys and values.")
-        self._read(qkv)
-        out = self._buffer(num_heads * self._head_dim)
-        attention = c.FullAttention(qkv.address, out.address, None, num_heads, self._head_dim, scale)
+        width = num_heads * self._head_dim
+        if query_key.width != 2 * width or value.width != width:
+            raise ValueError(f"{query_key.width} and {value.width} are not the widths of {num_heads} heads.")
+        if not query_key.row_kind is value.row_kind is RowKind.TOKENS:
+            raise ValueError("Attention is of all tokens.")
+        self._read(query_key)
+        self._read(value)
+        out = self._buffer(width)
+        attention = c.FullAttention(
+            query_key.address, value.address, out.address, None, num_heads, self._head_dim, scale
+        )
         return attrs.evolve(out, op_index=self._add(OpKind.FULL_ATTENTION, full_attention=attention))
 
     def rms_norm(self, x: Buffer, weight: Floats, epsilon: float) -> Buffer:

@@ -110,7 +110,8 @@ class FullAttention(ctypes.Structure):
     """`TeFullAttention`."""
 
     _fields_ = [
-        ("qkv", c_void_p),
+        ("query_key", c_void_p),
+        ("value", c_void_p),
         ("out", c_void_p),
         ("groups", c_void_p),
         ("num_heads", c_int32),

@@ -116,9 +116,10 @@ typedef struct {
 
 /* Each token sees all of its sequence. */
 typedef struct {
-    const float *qkv; /* [tokens, 3 * heads * head_dim]: queries, keys, values */
-    float *out;       /* [tokens, heads * head_dim]; null where only `groups` is wanted */
-    TeGroup *groups;  /* null where the result is not wanted quantized */
+    const float *query_key; /* [tokens, 2 * heads * head_dim]: queries, keys */
+    const float *value;     /* [tokens, heads * head_dim] */
+    float *out;             /* [tokens, heads * head_dim]; null where only `groups` is wanted */
+    TeGroup *groups;        /* null where the result is not wanted quantized */
     int32_t num_heads;
     int32_t head_dim;
     float scale;

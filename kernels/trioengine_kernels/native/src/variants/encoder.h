@@ -75,14 +75,15 @@ static void full_attention(const TeFullAttention *attention, int32_t start, int3
     const int32_t dim = attention->head_dim, padded = (dim + 15) / 16 * 16, count = end - start;
     const int32_t num_units = (count + TE_KV_TOKENS - 1) / TE_KV_TOKENS, num_keys = num_units * TE_KV_TOKENS;
     const int32_t width = attention->num_heads * dim;
-    const int64_t stride = 3 * (int64_t)width;
-    const float *query = attention->qkv + start * stride + (int64_t)head * dim;
+    const int64_t stride = 2 * (int64_t)width;
+    const float *query = attention->query_key + start * stride + (int64_t)head * dim;
     float *keys = scratch, *values = keys + (int64_t)num_keys * dim, *scores = values + (int64_t)count * padded;
     float *results = scores + (int64_t)TE_FULL_QUERIES * num_keys;
     /* Keys of 16 tokens side by side, values with their heads filled up. */
     memset(keys + (int64_t)(num_units - 1) * TE_KV_TOKENS * dim, 0, (size_t)(TE_KV_TOKENS * dim) * sizeof(float));
     for (int32_t i = 0; i < count; i++) {
-        const float *key = query + i * stride + width, *value = key + width;
+        const float *key = query + i * stride + width;
+        const float *value = attention->value + (int64_t)(start + i) * width + (int64_t)head * dim;
         float *column = keys + (int64_t)(i / TE_KV_TOKENS) * TE_KV_TOKENS * dim + i % TE_KV_TOKENS;
         for (int32_t j = 0; j < dim; j++)
             column[j * TE_KV_TOKENS] = key[j];
