@@ -83,6 +83,13 @@ def test_chat_answers_line_after_line_until_the_input_ends() -> None:
 
 
 @pytest.mark.slow
+def test_bench_embed_reports_exactly_its_keys() -> None:
+    """Of the default model, which gives embeddings, too."""
+    figures = json.loads(run("bench", "embed", "--num-prompts", "3", "--input-len", "5", "--rounds", "1", "--json"))
+    assert figures.keys() == {"inputs_per_s", "tokens_per_s"}
+    assert all(figure > 0 for figure in figures.values())
+
+
 def test_bench_offline_reports_exactly_its_keys() -> None:
     pytest.importorskip("torch")
     words = ["--num-prompts", "2", "--input-len", "9", "--output-len", "4", "--json"]

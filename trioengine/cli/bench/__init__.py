@@ -63,13 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="times that a prompt says the same, which models then go on with, for speculation. Default: 1",
     )
     add_engine_options(offline)
+    embed = benchmarks.add_parser("embed", help="embeddings without a server")
+    _add_counts(embed, num_prompts="texts, all at once", input_len="tokens of each")
+    embed.add_argument(
+        "--rounds", type=positive_int, default=3, metavar="N", help="times they are embedded; the fastest counts"
+    )
+    embed.add_argument("--seed", type=int, default=0, metavar="N", help="of the random texts. Default: 0")
+    add_engine_options(embed)
     core = benchmarks.add_parser("core", help="planning steps and taking in their results, without a device")
     _add_counts(core, num_seqs="requests that generate at once", steps="steps to measure")
     kernels = benchmarks.add_parser("kernels", help="the native CPU kernels, operation by operation")
     kernels.add_argument(
         "--cpu-threads", type=positive_int, metavar="N", help="threads that compute. Default: one for each processor"
     )
-    for benchmark in (frontend, serve, offline, core, kernels):
+    for benchmark in (frontend, serve, offline, embed, core, kernels):
         benchmark.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -103,6 +110,16 @@ def _benchmark(arguments: argparse.Namespace) -> Benchmark:
                 num_prefix_tokens=arguments.prefix_len,
                 warms_prefix=arguments.warm_prefix,
                 **_load_values(arguments),
+            )
+        case "embed":
+            from trioengine.cli.bench.embed import EmbedBench
+
+            return EmbedBench(
+                engine=engine_config_from(arguments),
+                num_prompts=arguments.num_prompts,
+                num_input_tokens=arguments.input_len,
+                num_rounds=arguments.rounds,
+                seed=arguments.seed,
             )
         case "core":
             from trioengine.cli.bench.core import CoreBench

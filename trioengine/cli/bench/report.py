@@ -16,6 +16,8 @@ class BenchReport:
 
     output_tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
+    inputs_per_s: float | None = None
+    tokens_per_s: float | None = None
     cpu_us_per_token: float | None = None
     cpu_us_per_chunk: float | None = None
     cpu_us_per_request: float | None = None
