@@ -90,6 +90,7 @@ def test_bench_embed_reports_exactly_its_keys() -> None:
     assert all(figure > 0 for figure in figures.values())
 
 
+@pytest.mark.slow
 def test_bench_offline_reports_exactly_its_keys() -> None:
     pytest.importorskip("torch")
     words = ["--num-prompts", "2", "--input-len", "9", "--output-len", "4", "--json"]
