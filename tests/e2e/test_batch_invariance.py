@@ -42,7 +42,7 @@ def margin_between_best_two(token_ids: tuple[int, ...]) -> float:
     return float(first - second)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", ["native", pytest.param("torch", marks=pytest.mark.slow)])
 async def test_32_streams_at_once_give_the_tokens_that_each_gives_alone(
     kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

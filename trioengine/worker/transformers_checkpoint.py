@@ -171,7 +171,9 @@ def _read_config(path: Path) -> transformers.PretrainedConfig:
     kind = str(facts.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise checkpoint_error(
-            path, f"neither this engine nor transformers {transformers.__version__} knows the model type {kind[:100]!r}"
+            path,
+            f"neither this engine nor transformers {transformers.__version__} knows the model type {kind[:100]!r} of"
+            " config.json",
         )
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
