@@ -407,25 +407,39 @@ TE_INLINE void float_block(int is_half, int num_rows, int num_wide, const float 
 }
 
 #if defined(__AVX512VNNI__)
-/* float_block for 12 rows and 16 columns, which are one vector here: the same operations. */
-TE_INLINE void wide_float_block(int is_half, const float *a, int64_t a_stride, const void *b, int64_t b_stride,
-                                int32_t count, float *sums, int64_t sum_stride)
+/* float_block with pieces of 16 columns as vectors: the same operations. A weight serves all rows, a broadcast both
+ * pieces, so that for 12 rows and two pieces the additions, not the loads, are what takes the time. */
+TE_INLINE void wide_float_block(int is_half, int num_rows, int num_wide, const float *a, int64_t a_stride, const void *b,
+                                int64_t b_stride, int64_t b_width, int32_t count, float *sums, int64_t sum_stride,
+                                int64_t sum_width)
 {
-    __m512 acc[12];
+    __m512 acc[12][2];
 #pragma GCC unroll 12
-    for (int r = 0; r < 12; r++)
-        acc[r] = _mm512_loadu_ps(sums + r * sum_stride);
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 2
+        for (int w = 0; w < num_wide; w++)
+            acc[r][w] = _mm512_loadu_ps(sums + r * sum_stride + w * sum_width);
     for (int32_t k = 0; k < count; k++) {
-        __m512 column = is_half ? _mm512_cvtph_ps(_mm256_loadu_si256(
-                                      (const __m256i *)((const uint16_t *)b + (int64_t)k * b_stride)))
-                                : _mm512_loadu_ps((const float *)b + (int64_t)k * b_stride);
+        __m512 columns[2];
+#pragma GCC unroll 2
+        for (int w = 0; w < num_wide; w++) {
+            const int64_t place = k * b_stride + w * b_width;
+            columns[w] = is_half ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)b + place)))
+                                 : _mm512_loadu_ps((const float *)b + place);
+        }
 #pragma GCC unroll 12
-        for (int r = 0; r < 12; r++)
-            acc[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * a_stride + k]), column, acc[r]);
+        for (int r = 0; r < num_rows; r++) {
+            const __m512 x = _mm512_set1_ps(a[r * a_stride + k]);
+#pragma GCC unroll 2
+            for (int w = 0; w < num_wide; w++)
+                acc[r][w] = _mm512_fmadd_ps(x, columns[w], acc[r][w]);
+        }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < 12; r++)
-        _mm512_storeu_ps(sums + r * sum_stride, acc[r]);
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 2
+        for (int w = 0; w < num_wide; w++)
+            _mm512_storeu_ps(sums + r * sum_stride + w * sum_width, acc[r][w]);
 }
 #endif
 
@@ -441,12 +455,31 @@ TE_INLINE void float_blocks(int is_half, int32_t num_rows, int32_t num_wide, con
     for (int32_t r = 0; r < num_rows;) {
         int32_t rows = num_rows - r, w = 0;
 #if defined(__AVX512VNNI__)
-        if (rows >= 12) {
-            for (; w < num_wide; w++)
-                wide_float_block(is_half, a + r * a_stride, a_stride,
-                                 (const char *)b + (size_t)w * (size_t)b_width * item, b_stride, count,
-                                 sums + r * sum_stride + w * sum_width, sum_stride);
-            r += 12;
+        if (rows >= 4) {
+#define TE_WIDE(rows, wide)                                                                                            \
+    wide_float_block(is_half, rows, wide, a + r * a_stride, a_stride,                                                  \
+                     (const char *)b + (size_t)w * (size_t)b_width * item, b_stride, b_width, count,                   \
+                     sums + r * sum_stride + w * sum_width, sum_stride, sum_width)
+            if (rows >= 12) {
+                for (; w + 2 <= num_wide; w += 2)
+                    TE_WIDE(12, 2);
+                for (; w < num_wide; w++)
+                    TE_WIDE(12, 1);
+                r += 12;
+            } else if (rows >= 8) {
+                for (; w + 2 <= num_wide; w += 2)
+                    TE_WIDE(8, 2);
+                for (; w < num_wide; w++)
+                    TE_WIDE(8, 1);
+                r += 8;
+            } else {
+                for (; w + 2 <= num_wide; w += 2)
+                    TE_WIDE(4, 2);
+                for (; w < num_wide; w++)
+                    TE_WIDE(4, 1);
+                r += 4;
+            }
+#undef TE_WIDE
             continue;
         }
 #endif
@@ -499,20 +532,24 @@ static __attribute__((noinline)) void single_product(int32_t num_rows, int32_t n
 TE_INLINE void float_linear(int is_half, const TeTiles *tiles, const float *x, const float *bias, float *out,
                             int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
 {
-    enum { MAX_ROWS = 12 };
-    float sums[MAX_ROWS * TE_FLOAT_ROWS];
+    enum { MAX_ROWS = 12, MAX_WIDE = 2, WIDTH = MAX_WIDE * TE_FLOAT_ROWS };
+    float sums[MAX_ROWS * WIDTH];
     const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
     for (int32_t token = first; token < end; token += MAX_ROWS) {
         const int32_t num_rows = TE_MIN(end - token, MAX_ROWS);
-        for (int32_t strip = first_strip; strip < end_strip; strip++) {
+        /* For few rows memory is what takes the time, and two streams from it are slower than one. */
+        const int32_t step = num_rows >= 4 ? MAX_WIDE : 1;
+        for (int32_t strip = first_strip; strip < end_strip; strip += step) {
+            const int32_t num_wide = TE_MIN(end_strip - strip, step);
             memset(sums, 0, sizeof sums);
             (is_half ? half_product : single_product)(
-                num_rows, 1, x + (int64_t)token * tiles->columns, tiles->columns,
-                tiles->data + (size_t)strip * strip_bytes, TE_FLOAT_ROWS, 0, tiles->columns, sums, TE_FLOAT_ROWS, 0);
+                num_rows, num_wide, x + (int64_t)token * tiles->columns, tiles->columns,
+                tiles->data + (size_t)strip * strip_bytes, TE_FLOAT_ROWS, (int64_t)tiles->columns * TE_FLOAT_ROWS,
+                tiles->columns, sums, WIDTH, TE_FLOAT_ROWS);
             for (int32_t r = 0; r < num_rows; r++)
-                for (int32_t half = 0; half < 2; half++)
-                    store_strip(out + (token + r) * out_stride, vf_load(sums + r * TE_FLOAT_ROWS + 8 * half), bias,
-                                strip * TE_FLOAT_ROWS + half * TE_TILE_ROWS, tiles->rows);
+                for (int32_t part = 0; part < 2 * num_wide; part++)
+                    store_strip(out + (token + r) * out_stride, vf_load(sums + r * WIDTH + 8 * part), bias,
+                                strip * TE_FLOAT_ROWS + part * TE_TILE_ROWS, tiles->rows);
         }
     }
 }
