@@ -278,6 +278,52 @@ class EngineConfig:
         validator=optional(integer(1, 1024)),
         metadata=documented("Threads that compute. Unset is one for each processor this process may use."),
     )
+    data_parallel_size: int = attrs.field(
+        default=1,
+        validator=integer(1, 256),
+        metadata=documented("Engine cores, each with the whole model; requests are balanced between them."),
+    )
+    data_parallel_rank: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(0, 255)),
+        metadata=documented(
+            "Start this one of the cores only, where something outside balances between engines. Unset starts all."
+        ),
+    )
+    max_num_queued_reqs: int | None = attrs.field(
+        default=1024,
+        validator=optional(integer(1)),
+        metadata=documented("The most requests that wait for their first token. Further ones are refused with 503."),
+    )
+    max_num_queued_tokens: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(1)),
+        metadata=documented("The most tokens of prompts that wait for their first token. Unset is no limit."),
+    )
+    output_proc_chunk_size: int = attrs.field(
+        default=128,
+        validator=integer(1),
+        metadata=documented("Outputs that are handled between two moments at which other tasks may run."),
+    )
+    disable_log_stats: bool = attrs.field(
+        default=False, validator=flag(), metadata=documented("Count nothing and log no statistics.")
+    )
+    log_stats_interval_s: float = attrs.field(
+        default=10.0, validator=number(0.1), metadata=documented("Seconds between two lines of statistics in the log.")
+    )
+    enable_log_requests: bool = attrs.field(
+        default=False, validator=flag(), metadata=documented("Log each request when it comes and when it ends.")
+    )
+    otlp_traces_endpoint: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("Where spans of requests are sent (OTLP over HTTP). Unset records none."),
+    )
+    profile_dir: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("The folder that profiles are written to. Unset is the folder for temporary files."),
+    )
     step_timeout_s: float = attrs.field(
         default=120.0,
         validator=number(0.1),

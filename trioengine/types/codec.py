@@ -38,6 +38,7 @@ from trioengine.types.messages import (
     Ready,
     Reply,
     Starting,
+    StartWave,
     StepOutput,
     Stop,
     ToCore,
@@ -57,6 +58,7 @@ MESSAGES: tuple[type[ToCore | FromCore], ...] = (
     Reply,
     EngineDead,
     EncodeCoreRequest,
+    StartWave,
 )
 """Every message. The place in this tuple is its tag on the wire."""
 

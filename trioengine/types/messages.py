@@ -1,8 +1,8 @@
 """The wire protocol between front ends and engine cores.
 
-Front end to core: `EngineCoreRequest`, `EncodeCoreRequest`, `AbortRequests`, `CallRequest`, `Stop`. Core to front end:
-`Starting`, `Ready`, `StepOutput`, `Reply`, `EngineDead`. `types.codec` turns each to bytes and back; a snapshot test
-holds the format.
+Front end to core: `EngineCoreRequest`, `EncodeCoreRequest`, `AbortRequests`, `CallRequest`, `StartWave`, `Stop`. Core
+to front end: `Starting`, `Ready`, `StepOutput`, `Reply`, `EngineDead`. `types.codec` turns each to bytes and back; a
+snapshot test holds the format.
 
 A *slot* is a small integer that the front end gives a request, so that routing an output is one list lookup. It stays
 reserved until the core's `Finished` for it arrives; every request gets exactly one `Finished`.
@@ -11,13 +11,15 @@ reserved until the core's `Finished` for it arrives; every request gets exactly 
 import enum
 from array import array
 from collections.abc import Sequence
-from typing import Generic, TypeAlias, TypeVar
+from itertools import zip_longest
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import attrs
 
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import PoolingFacts, PoolingParams
+from trioengine.types.request import KVHints
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -70,6 +72,11 @@ class EngineCoreRequest:
     """As `GenerateRequest.reasoning_ended`."""
     lora: str | None = None
     """As `GenerateRequest.lora`."""
+    queue_timeout_s: float | None = None
+    """Seconds from its arrival within which it must have been scheduled for the first time. Else it is dropped, with
+    `DeadlineExceededError`. By the core's own clock."""
+    kv_hints: KVHints | None = None
+    """As `GenerateRequest.kv_hints`."""
 
 
 @attrs.frozen
@@ -91,6 +98,8 @@ class EncodeCoreRequest:
     """As `EngineCoreRequest.cache_salt`."""
     lora: str | None = None
     """As `EngineCoreRequest.lora`."""
+    queue_timeout_s: float | None = None
+    """As `EngineCoreRequest.queue_timeout_s`."""
 
 
 @attrs.frozen
@@ -103,8 +112,14 @@ class AbortRequests:
 class Call(Generic[R_co]):
     """An operation on the core: one frozen attrs class each, one handler each (`core.operations`).
 
-    `R_co` is the type of the reply: `await engine.call(GetLoad())` is a `CoreLoad`.
+    `R_co` is the type of the reply: `await engine.call(GetLoad())` is a `CoreLoad`. With several cores each runs it,
+    and `combine` makes one reply of theirs.
     """
+
+    @classmethod
+    def combine(cls, replies: Sequence[Any]) -> Any:
+        """One reply from those of all cores, in the order of their ranks; there is at least one."""
+        return replies[0]
 
 
 @attrs.frozen
@@ -120,6 +135,11 @@ class CoreLoad:
 @attrs.frozen
 class GetLoad(Call[CoreLoad]):
     """Count the core's requests and free KV cache blocks."""
+
+    @classmethod
+    def combine(cls, replies: Sequence[CoreLoad]) -> CoreLoad:
+        """The sums."""
+        return CoreLoad(*(sum(column) for column in zip(*map(attrs.astuple, replies), strict=True)))
 
 
 @attrs.frozen
@@ -180,6 +200,16 @@ class GetKVCacheEvents(Call[KVCacheEvents]):
 class ResetPrefixCache(Call[bool]):
     """Forget cached prefixes. Replies False, and forgets nothing, while requests hold blocks."""
 
+    @classmethod
+    def combine(cls, replies: Sequence[bool]) -> bool:
+        """Whether all have."""
+        return all(replies)
+
+
+@attrs.frozen
+class ResetMMCache(Call[None]):
+    """Forget what was kept of images and sounds. No model of this engine takes any, so there is nothing to forget."""
+
 
 class PauseMode(enum.StrEnum):
     """What becomes of the requests that a pause finds."""
@@ -214,6 +244,11 @@ class ResumeGeneration(Call[None]):
 class IsPaused(Call[bool]):
     """Whether requests wait for the end of a pause or a sleep."""
 
+    @classmethod
+    def combine(cls, replies: Sequence[bool]) -> bool:
+        """Whether any do."""
+        return any(replies)
+
 
 @attrs.frozen
 class Sleep(Call[None]):
@@ -235,6 +270,11 @@ class WakeUp(Call[None]):
 @attrs.frozen
 class IsSleeping(Call[bool]):
     """Whether some memory is given back."""
+
+    @classmethod
+    def combine(cls, replies: Sequence[bool]) -> bool:
+        """Whether any has."""
+        return any(replies)
 
 
 @attrs.frozen
@@ -268,6 +308,18 @@ class CoreStats:
 @attrs.frozen
 class GetStats(Call[CoreStats]):
     """Count what the core does."""
+
+    @classmethod
+    def combine(cls, replies: Sequence[CoreStats]) -> CoreStats:
+        """The sums, and the mean usage."""
+        sums = {
+            field.name: sum(getattr(reply, field.name) for reply in replies)
+            for field in attrs.fields(CoreStats)
+            if field.name != "num_accepted_tokens_per_pos"
+        }
+        sums["kv_cache_usage"] /= len(replies)
+        columns = zip_longest(*(reply.num_accepted_tokens_per_pos for reply in replies), fillvalue=0)
+        return CoreStats(**sums, num_accepted_tokens_per_pos=tuple(sum(column) for column in columns))
 
 
 @attrs.frozen
@@ -309,6 +361,81 @@ class PinLoRA(Call[None]):
     name: str
 
 
+# Operations on the worker's side
+
+
+@attrs.frozen
+class StartProfile(Call[None]):
+    """Record what the core computes until `StopProfile`."""
+
+    prefix: str | None = None
+    """The file's name begins with it: letters, digits, `-`, `_` and `.` only."""
+
+
+@attrs.frozen
+class StopProfile(Call[str]):
+    """End the record and write it. Replies with the file's path on the core's machine: a Chrome trace."""
+
+
+@attrs.frozen
+class CollectiveRPC(Call[tuple[str, ...]]):
+    """Run a method of every worker that is marked for it (`worker.remote.collective_rpc`).
+
+    Replies with each's result as JSON, in the order of the ranks.
+    """
+
+    method: str
+    arguments: str = "{}"
+    """Keyword arguments: a JSON object."""
+
+    @classmethod
+    def combine(cls, replies: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+        """All workers of all cores."""
+        return tuple(result for reply in replies for result in reply)
+
+
+@attrs.frozen
+class WeightTensor:
+    """A tensor of new weights, named and shaped as in the checkpoint that was loaded."""
+
+    name: str
+    dtype: str
+    """"float32", "float16" or "bfloat16"."""
+    shape: tuple[int, ...]
+    data: bytes = b""
+    """The values, row after row, little-endian; empty where they come another way."""
+
+
+@attrs.frozen
+class InitWeightTransfer(Call[None]):
+    """Get ready for new weights: they come in messages ("message"), or lie in safetensors files on the core's machine
+    ("file"). Generation goes on with the old ones.
+    """
+
+    method: str = "message"
+
+
+@attrs.frozen
+class UpdateWeights(Call[None]):
+    """Take some new weights. Those that are not sent stay. They count from `FinishWeightUpdate` on."""
+
+    tensors: tuple[WeightTensor, ...] = ()
+    path: str | None = None
+    """With "file": a safetensors file."""
+
+
+@attrs.frozen
+class FinishWeightUpdate(Call[str]):
+    """Compute with the new weights from the next step on, and forget cached prefixes. Replies with the new
+    `weight_version`.
+
+    Requests that run go on with the new weights and their keys and values from before; pause first where that is wrong.
+    """
+
+    weight_version: str | None = None
+    """None counts up."""
+
+
 @attrs.frozen
 class CallRequest:
     """Run an operation; a `Reply` with the same `call_id` follows."""
@@ -320,6 +447,11 @@ class CallRequest:
 @attrs.frozen
 class Stop:
     """End the core process. What is unfinished is dropped without an answer."""
+
+
+@attrs.frozen
+class StartWave:
+    """Another rank has work: take part in its collective steps, with empty ones where there is none here."""
 
 
 # Core -> front end
@@ -359,6 +491,8 @@ class Ready:
     block_size: int
     reasons: dict[str, str]
     """Derived setting -> its value and why."""
+    needs_lockstep: bool = False
+    """Whether this core computes in step with those of other ranks, so that `StartWave` must wake the idle ones."""
 
 
 @attrs.frozen
@@ -410,6 +544,22 @@ class PooledOutput:
 
 
 @attrs.frozen
+class SchedulerStats:
+    """How a core does after a step. Counts are since its start."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """0 to 1."""
+    num_steps: int
+    num_preemptions: int
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@attrs.frozen
 class StepOutput:
     """What one or more steps generated for one front end, in columns."""
 
@@ -435,6 +585,15 @@ class StepOutput:
     slot's first row, once; absent where it is 0."""
     pooled: PooledOutput | None = None
     """Of `EncodeCoreRequest`s. Each comes once, with or before the slot's `Finished`."""
+    scheduled: bytes = b""
+    """int32 pairs: a slot, and the microseconds that its request waited (at most 2^31 - 1). With or before the slot's
+    first row, once; not for those that were never scheduled."""
+    preempted: bytes = b""
+    """int32: a slot for each time that its request lost its blocks."""
+    stats: SchedulerStats | None = None
+    """At the end of the newest step in this message."""
+    weight_version: str | None = None
+    """In the first message after it has changed."""
 
 
 @attrs.frozen
@@ -454,7 +613,7 @@ class EngineDead:
     error: ErrorData
 
 
-ToCore: TypeAlias = EngineCoreRequest | EncodeCoreRequest | AbortRequests | CallRequest | Stop
+ToCore: TypeAlias = EngineCoreRequest | EncodeCoreRequest | AbortRequests | CallRequest | Stop | StartWave
 FromCore: TypeAlias = Starting | Ready | StepOutput | Reply | EngineDead
 
 CALLS: tuple[type[Call[object]], ...] = (
@@ -473,5 +632,12 @@ CALLS: tuple[type[Call[object]], ...] = (
     RemoveLoRA,
     ListLoRAs,
     PinLoRA,
+    ResetMMCache,
+    StartProfile,
+    StopProfile,
+    CollectiveRPC,
+    InitWeightTransfer,
+    UpdateWeights,
+    FinishWeightUpdate,
 )
 """Every operation. The place in this tuple is its tag on the wire."""

@@ -68,3 +68,5 @@ class RequestOutput:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     """One for each token of the prompt (fewer where it was aborted before they were computed), None for the first; in
     the first output, and in every one for CUMULATIVE. None where none were asked for."""
+    weight_version: str | None = None
+    """Of the weights that computed it; None before the first update."""

@@ -116,6 +116,16 @@ class SamplingParams:
     """The form of the answer; None is free."""
     logits_processors: Mapping[str, str] | None = attrs.field(default=None, converter=_processor_arguments)
     """Custom rules by the name of their entry point, each with its arguments: a mapping, kept as JSON."""
+    n: int = 1
+    """How many answers, each with its own random numbers: a seed counts up from one to the next."""
+    thinking_token_budget: int | None = None
+    """After so many tokens of reasoning the model is made to end it, where the engine has a reasoning parser."""
+    skip_reading_prefix_cache: bool | None = None
+    """True computes the whole prompt, whatever is cached."""
+    spaces_between_special_tokens: bool = True
+    """Accepted for vLLM's sake: tokenizers of this engine put no spaces anywhere."""
+    extra_args: Mapping[str, str] | None = attrs.field(default=None, converter=_processor_arguments)
+    """Further arguments, for custom rules: a mapping, kept as JSON."""
 
     @property
     def is_greedy(self) -> bool:

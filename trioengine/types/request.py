@@ -25,6 +25,8 @@ class TokensPrompt:
     """Token ids to continue."""
 
     token_ids: Sequence[int]
+    prompt_text: str | None = None
+    """The text that they are of, where it was rendered elsewhere; for logs and outputs only."""
 
 
 @attrs.frozen
@@ -47,6 +49,31 @@ def prompt_of(value: "Prompt | str | Sequence[int]") -> Prompt:
 
 
 @attrs.frozen
+class KVHints:
+    """What the caller knows about the keys and values of a request."""
+
+    read_prefix_cache: bool = True
+    """False computes the whole prompt, whatever is cached."""
+    write_prefix_cache: bool = True
+    """False leaves nothing of it behind for others: for prompts that will not come again."""
+
+
+@attrs.frozen(kw_only=True)
+class Deadlines:
+    """Seconds that a request may take; None is no limit. When one has passed the request ends with
+    `DeadlineExceededError`, after the output that was there.
+    """
+
+    total_s: float | None = None
+    """From entering its block to its last token."""
+    queue_s: float | None = None
+    """Until the core has begun to compute it."""
+    first_token_s: float | None = None
+    inter_token_s: float | None = None
+    """From one output of the core to the next."""
+
+
+@attrs.frozen
 class GenerateRequest:
     """A request for text. Travels whole; no function takes its fields apart and passes them on.
 
@@ -66,3 +93,16 @@ class GenerateRequest:
     reasoning_ended: bool | None = None
     """Whether `structured_outputs` binds from the first token on, where the engine has a reasoning parser; None lets
     the prompt decide."""
+    data_parallel_rank: int | None = None
+    """The core that computes it; None lets the load decide."""
+    session_id: str | None = None
+    """Requests of one session go to the same core, whose prefix cache knows their beginning."""
+    deadlines: Deadlines = attrs.field(factory=Deadlines)
+    trace_headers: Mapping[str, str] | None = None
+    """W3C trace context (`traceparent`, `tracestate`) that the request's span belongs to, where spans are recorded."""
+    tokenization_kwargs: Mapping[str, object] | None = None
+    """How a text becomes tokens: `add_special_tokens` (bool), `truncate_prompt_tokens` (int, -1 is the context),
+    `truncation_side` ("left" or "right"). None is the model's way."""
+    kv_hints: KVHints | None = None
+    reasoning_parser_kwargs: Mapping[str, object] | None = None
+    """For the engine's reasoning parser: `enable_thinking` (bool) says whether the prompt lets the model reason."""
