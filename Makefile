@@ -12,6 +12,8 @@ STAMP := $(VENV)/.installed-all
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && { echo $$python; exit; }; done; echo python3)
+# Most tests keep one processor busy. More workers than this would each start engines of their own.
+IN_PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 ARGS ?=
 
 help:
@@ -43,7 +45,7 @@ test: install
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -P -m pytest -m "not slow"
+	$(BIN)/python -P -m pytest -m "not slow" $(IN_PARALLEL)
 
 test-slow: install
 	$(BIN)/python -P -m pytest -m slow
