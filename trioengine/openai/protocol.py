@@ -1,14 +1,15 @@
-"""The requests of OpenAI's API, as far as they are served here, and how a JSON object becomes one.
+"""What the requests of OpenAI's API have in common, and how a JSON object becomes one.
 
 Nothing is coerced: a value of the wrong type is an error that names its path. The sampling fields have one home,
 `SamplingParams`, and are structured from the same object. `null` is the same as leaving a field out. Fields that
-nobody here knows are ignored; those that would change the answer, and cannot be honoured, are refused by name.
+nobody here knows are ignored, and named in `RequestBody.unknown_fields`; those that would change the answer, and
+cannot be honoured, are refused by name.
 """
 
-import enum
+import functools
 import re
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypeVar, cast
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
 from cattrs import Converter
@@ -17,50 +18,11 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from trioengine.errors import RequestError
 from trioengine.openai.json_body import field_path, parse_object
+from trioengine.openai.structured_fields import STRUCTURED_FIELDS
 from trioengine.types.codec import make_strict_converter
 from trioengine.types.params import SamplingParams
-from trioengine.types.request import TextPrompt, TokensPrompt
 
 T = TypeVar("T")
-
-
-class Role(enum.StrEnum):
-    """Who wrote a message."""
-
-    SYSTEM = "system"
-    DEVELOPER = "developer"
-    """What newer clients call `system`."""
-    USER = "user"
-    ASSISTANT = "assistant"
-    TOOL = "tool"
-
-
-class PartType(enum.StrEnum):
-    """What a part of a message's content is."""
-
-    TEXT = "text"
-
-
-@attrs.frozen
-class TextPart:
-    """One part of a message's content."""
-
-    type: PartType
-    text: str
-
-
-@attrs.frozen
-class Message:
-    """One message of a conversation."""
-
-    role: Role
-    content: str | None = None
-    """The texts of its parts, joined. None where there was none."""
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: object = None
-    function_call: object = None
-    audio: object = None
 
 
 @attrs.frozen
@@ -68,9 +30,9 @@ class StreamOptions:
     """What a stream tells besides the text."""
 
     include_usage: bool | None = None
-
-
-CompletionPrompt: TypeAlias = TextPrompt | TokensPrompt
+    """The token counts come in a chunk of their own, before the end."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: every chunk has the counts so far."""
 
 
 @attrs.frozen(kw_only=True)
@@ -79,117 +41,185 @@ class RequestBody:
 
     sampling: SamplingParams
     model: str | None = None
-    n: int = 1
+    """The served model, or one of its LoRA adapters. None is the served model."""
     stream: bool = False
     stream_options: StreamOptions = attrs.field(factory=StreamOptions)
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None
+    """Seconds for the whole request."""
+    reasoning_parser_kwargs: Mapping[str, object] | None = None
+    unknown_fields: tuple[str, ...] = ()
+    """Fields of the body that nobody here knows, and that had no effect."""
+    given_fields: frozenset[str] = attrs.field(default=frozenset[str](), eq=False)
+    """Fields of the body that had a value: for defaults that depend on what was left out."""
 
 
-@attrs.frozen(kw_only=True)
-class ChatCompletionRequest(RequestBody):
-    """The body of `POST /v1/chat/completions`."""
+Neutral: TypeAlias = Mapping[str, Sequence[object]]
+"""Fields that are not honoured -> the values, besides null, with which the answer is what it is without the field."""
 
-    messages: tuple[Message, ...]
-    max_tokens: int | None = None
-    """None is what the context leaves: not `sampling`'s default, which is for completions."""
-    max_completion_tokens: int | None = None
-    """The newer name of `max_tokens`; counts when both are given."""
-    add_generation_prompt: bool = True
-    chat_template_kwargs: Mapping[str, object] = attrs.field(factory=dict[str, object])
-
-
-@attrs.frozen(kw_only=True)
-class CompletionRequest(RequestBody):
-    """The body of `POST /v1/completions`."""
-
-    prompt: CompletionPrompt
-
-
-def parse_chat_request(body: bytes) -> ChatCompletionRequest:
-    """The chat request that the body of an HTTP request holds.
-
-    Raises:
-        RequestError: it holds none, or asks for what cannot be honoured. `param` is the path of the field at fault.
-    """
-    return _parse(body, ChatCompletionRequest, {**_NEUTRAL_IN_BOTH, **_NEUTRAL_IN_CHAT})
-
-
-def parse_completion_request(body: bytes) -> CompletionRequest:
-    """The completion request that the body of an HTTP request holds.
-
-    Raises:
-        RequestError: as `parse_chat_request`.
-    """
-    return _parse(body, CompletionRequest, {**_NEUTRAL_IN_BOTH, **_NEUTRAL_IN_COMPLETIONS})
-
-
-_NEUTRAL_IN_BOTH: Mapping[str, Sequence[object]] = {
+NEUTRAL: Neutral = {
     "best_of": (1,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "echo": (False,),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Fields that are not honoured -> the values, besides null, with which the answer is what it is without the field."""
+"""Of both kinds of request."""
 
-_NEUTRAL_IN_CHAT: Mapping[str, Sequence[object]] = {
-    "audio": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "web_search_options": (),
-}
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Fields that clients send for other servers' bookkeeping. They have no effect here, and that is no news."""
 
-_NEUTRAL_IN_COMPLETIONS: Mapping[str, Sequence[object]] = {
-    "logprobs": (),
-    "prompt_embeds": (),
-    "suffix": ("",),
-}
+MAX_UNKNOWN_NAMED = 16
+MAX_FIELD_NAME_CHARS = 64
 
 
-def _parse(body: bytes, request_class: type[T], neutral: Mapping[str, Sequence[object]]) -> T:
+def parse_fields(body: bytes, neutral: Neutral) -> dict[str, object]:
+    """The fields of the JSON object that `body` holds, without those that are null or ask for nothing.
+
+    Raises:
+        RequestError: it holds none, or has a field of `neutral` with another value.
+    """
     fields = {name: value for name, value in parse_object(body).items() if value is not None}
     for name in neutral.keys() & fields.keys():
         if not any(_is_same_json(fields[name], value) for value in neutral[name]):
             raise RequestError(f"{name} is not supported by this server.", param=name)
         # It asks for nothing, and may have another form here than in `SamplingParams`.
         del fields[name]
-    n = fields.get("n", 1)
-    if type(n) is int and n != 1:
-        problem = "n must be at least 1" if n < 1 else "n must be 1: this server gives one answer to a request"
-        raise RequestError(f"{problem}, not {_short(n)}.", param="n")
+    return fields
+
+
+def structure_request(
+    converter: Converter, fields: Mapping[str, object], sampling_fields: Mapping[str, object], request_class: type[T]
+) -> T:
+    """The request for text that these fields are of.
+
+    Args:
+        converter: of `make_request_converter`, with whatever the class needs.
+        fields: of the body.
+        sampling_fields: the same, by the names and in the form that `SamplingParams` has.
+        request_class: a class of `RequestBody`.
+
+    Raises:
+        RequestError: a value is of the wrong type. `param` is its path.
+    """
+    own = {_SAMPLING: sampling_fields, "given_fields": fields.keys()}
+    known = _field_names(SamplingParams) - _HIDDEN_SAMPLING_FIELDS | STRUCTURED_FIELDS
+    return structure_body(converter, fields, request_class, own, known)
+
+
+def structure_body(
+    converter: Converter,
+    fields: Mapping[str, object],
+    body_class: type[T],
+    own_fields: Mapping[str, object] | None = None,
+    known: Set[str] = frozenset(),
+) -> T:
+    """An object of a class that has `unknown_fields` beside what bodies of its kind may have.
+
+    Args:
+        converter: of `make_request_converter`, with whatever the class needs.
+        fields: of the body.
+        body_class: of the result.
+        own_fields: fields of the class that are not the body's.
+        known: further names that the body may have.
+
+    Raises:
+        RequestError: a value is of the wrong type. `param` is its path.
+    """
+    own = dict(own_fields or {})
+    all_known = (_field_names(body_class) - own.keys() - {_UNKNOWN}) | known | HARMLESS
+    unknown = sorted(fields.keys() - all_known)
+    own[_UNKNOWN] = [name[:MAX_FIELD_NAME_CHARS] for name in unknown[:MAX_UNKNOWN_NAMED]]
     try:
-        return _CONVERTER.structure({**fields, _SAMPLING: fields}, request_class)
+        return converter.structure({**fields, **own}, body_class)
     except (ClassValidationError, IterableValidationError) as error:
         raise _request_error(error) from None
 
 
+def make_request_converter() -> Converter:
+    """A strict converter that knows what the kinds of request share; their classes are added by `register_object`."""
+    converter = make_strict_converter(forbid_extra_keys=False)
+    converter.register_structure_hook_func(lambda type_: type_ is object, lambda value, _: value)
+    converter.register_structure_hook(int, lambda value, _: structure_int(value))
+    converter.register_structure_hook_func(lambda type_: type_ == frozenset[str], lambda value, _: frozenset(value))
+
+    def structure_stop(value: object, _: object) -> tuple[str, ...]:
+        if not isinstance(value, (str, list)):
+            raise TypeError("expected a string or a list of strings")
+        return (value,) if isinstance(value, str) else converter.structure(cast(object, value), tuple[str, ...])
+
+    def structure_logit_bias(value: object, _: object) -> dict[int, float]:
+        if not isinstance(value, dict):
+            raise TypeError("expected an object")
+        biases = converter.structure(cast(object, value), dict[str, float])
+        return {_token_id(key): bias for key, bias in biases.items()}
+
+    register_object(converter, StreamOptions)
+    register_object(
+        converter,
+        SamplingParams,
+        stop=override(struct_hook=structure_stop),
+        bad_words=override(struct_hook=structure_stop),
+        logit_bias=override(struct_hook=structure_logit_bias),
+        # Not the caller's to choose over HTTP.
+        **dict.fromkeys(_NOT_OVER_HTTP, override(omit=True)),
+    )
+    return converter
+
+
+def register_object(converter: Converter, class_: type[T], **overrides: object) -> None:
+    """Structure this class from JSON objects only. Fields whose names begin with an underscore stay out."""
+    structure = make_dict_structure_fn(class_, converter, **overrides)  # pyright: ignore[reportArgumentType]
+
+    def structure_object(value: object, type_: type[T]) -> T:
+        if not isinstance(value, dict):
+            raise TypeError("expected an object")
+        return structure(cast("Mapping[str, object]", value), type_)
+
+    converter.register_structure_hook(class_, structure_object)
+
+
+def structure_int(value: object) -> int:
+    """An integer that can travel to the core.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if type(value) is not int:
+        raise TypeError("expected an integer")
+    if not -(2**63) <= value < 2**64:
+        raise ValueError("expected an integer of 64 bits")
+    return value
+
+
 _SAMPLING = "sampling"
+_NOT_OVER_HTTP = ("detokenize", "output_kind", "logits_processors", "extra_args", "structured_outputs")
+_HIDDEN_SAMPLING_FIELDS = frozenset({"detokenize", "output_kind"})
+_UNKNOWN = "unknown_fields"
+
+
+@functools.cache
+def _field_names(class_: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for field in attrs.fields(class_))
 
 
 def _is_same_json(value: object, other: object) -> bool:
     # True == 1 in Python, not in JSON.
     return type(value) is type(other) and value == other
-
-
-def _short(number: int) -> str:
-    return str(number) if abs(number) < 10**20 else "a number of many digits"
 
 
 def _request_error(error: Exception) -> RequestError:
@@ -204,93 +234,10 @@ def _request_error(error: Exception) -> RequestError:
             error, key = (noted[0][0], noted[0][1].index) if noted else (others[0], "")
         if key != "" and (path or key != _SAMPLING):
             path = field_path(path, key)
+    if isinstance(error, RequestError):
+        return error
     problem = "is required" if isinstance(error, KeyError) else str(error)
     return RequestError(f"{path} {problem}." if isinstance(error, KeyError) else f"{path}: {problem}.", param=path)
-
-
-def _make_converter() -> Converter:
-    converter = make_strict_converter(forbid_extra_keys=False)
-    converter.register_structure_hook_func(lambda type_: type_ is object, lambda value, _: value)
-    converter.register_structure_hook(int, lambda value, _: _structure_int(value))
-
-    def structure_content(value: object, _: object) -> str | None:
-        if value is None or isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise TypeError("expected a string or a list of parts")
-        return "".join(part.text for part in converter.structure(cast(object, value), tuple[TextPart, ...]))
-
-    def structure_stop(value: object, _: object) -> tuple[str, ...]:
-        if not isinstance(value, (str, list)):
-            raise TypeError("expected a string or a list of strings")
-        return (value,) if isinstance(value, str) else converter.structure(cast(object, value), tuple[str, ...])
-
-    def structure_logit_bias(value: object, _: object) -> dict[int, float]:
-        if not isinstance(value, dict):
-            raise TypeError("expected an object")
-        biases = converter.structure(cast(object, value), dict[str, float])
-        return {_token_id(key): bias for key, bias in biases.items()}
-
-    def check_object(value: object) -> None:
-        if not isinstance(value, dict):
-            raise TypeError("expected an object")
-
-    def register(class_: type[T], **overrides: object) -> None:
-        structure = make_dict_structure_fn(class_, converter, **overrides)  # pyright: ignore[reportArgumentType]
-
-        def structure_object(value: object, type_: type[T]) -> T:
-            check_object(value)
-            return structure(cast("Mapping[str, object]", value), type_)
-
-        converter.register_structure_hook(class_, structure_object)
-
-    register(TextPart)
-    register(StreamOptions)
-    register(Message, content=override(struct_hook=structure_content))
-    register(
-        SamplingParams,
-        stop=override(struct_hook=structure_stop),
-        logit_bias=override(struct_hook=structure_logit_bias),
-        # Not the caller's to choose over HTTP.
-        detokenize=override(omit=True),
-        output_kind=override(omit=True),
-    )
-    register(ChatCompletionRequest)
-    register(CompletionRequest, prompt=override(struct_hook=_structure_prompt))
-    return converter
-
-
-def _structure_int(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError("expected an integer")
-    # Larger ones cannot travel to the core.
-    if not -(2**63) <= value < 2**64:
-        raise ValueError("expected an integer of 64 bits")
-    return value
-
-
-def _structure_prompt(value: object, _: object) -> CompletionPrompt:
-    if isinstance(value, str):
-        if not value:
-            raise ValueError("it is empty, so there is nothing to continue")
-        return TextPrompt(value)
-    if not isinstance(value, list):
-        raise TypeError("expected a string or a list of token ids")
-    items = cast("list[object]", value)
-    if not items:
-        raise ValueError("it is empty, so there is nothing to continue")
-    if all(type(item) is int for item in items):
-        # `all` is much faster than a hook for each; their range is the engine's to check.
-        return TokensPrompt(cast("list[int]", items))
-    if not all(isinstance(item, (str, list)) for item in items):
-        raise TypeError("expected a string or a list of token ids")
-    if len(items) > 1:
-        raise ValueError(f"one prompt in a request, please, not {len(items)}")
-    inner = items[0]
-    if isinstance(inner, str):
-        return _structure_prompt(inner, None)
-    token_ids = _CONVERTER.structure(inner, list[int])
-    return _structure_prompt(cast(object, token_ids), None)
 
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
@@ -300,6 +247,3 @@ def _token_id(key: str) -> int:
     if not _TOKEN_ID.fullmatch(key):
         raise ValueError("its keys must be token ids")
     return int(key)
-
-
-_CONVERTER = _make_converter()

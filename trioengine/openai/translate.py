@@ -1,70 +1,75 @@
-"""From the wire's requests to the engine's: pure, so that every rule of it is a one-line test."""
+"""From the wire's requests to the engine's, what both kinds share: pure, so that every rule is a one-line test."""
+
+from collections.abc import Collection
 
 import attrs
 
 from trioengine.errors import ModelNotFoundError, RequestError
-from trioengine.openai.protocol import ChatCompletionRequest, CompletionRequest, Message, RequestBody, Role
-from trioengine.types.params import RequestOutputKind
-from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest, Prompt
+from trioengine.openai.protocol import RequestBody
+from trioengine.types.params import RequestOutputKind, SamplingParams
+from trioengine.types.request import Deadlines, GenerateRequest, Prompt
 
 
-def chat_to_generate(request: ChatCompletionRequest, request_id: str) -> GenerateRequest:
-    """The request to the engine that this chat request means.
-
-    Raises:
-        RequestError: `messages` or the limit of tokens make no sense.
-    """
-    if not request.messages:
-        raise RequestError("messages is empty.", param="messages")
-    prompt = ChatPrompt(
-        messages=[_chat_message(position, message) for position, message in enumerate(request.messages)],
-        add_generation_prompt=request.add_generation_prompt,
-        template_kwargs=request.chat_template_kwargs,
-    )
-    limit = request.max_tokens
-    if request.max_completion_tokens is not None:
-        limit = request.max_completion_tokens
-        if limit < 1:
-            raise RequestError("max_completion_tokens must be at least 1.", param="max_completion_tokens")
-    return _generate_request(request, prompt, request_id, limit)
-
-
-def completion_to_generate(request: CompletionRequest, request_id: str) -> GenerateRequest:
-    """The request to the engine that this completion request means."""
-    return _generate_request(request, request.prompt, request_id, request.sampling.max_tokens)
-
-
-def check_model(request: RequestBody, served_model_name: str) -> None:
-    """Return when the request asks for this model, or for none in particular.
+def check_model(request: RequestBody, served_model_name: str, lora_names: Collection[str] = ()) -> str | None:
+    """The LoRA adapter that the request asks for by `model`; None is the served model, also where none is named.
 
     Raises:
         ModelNotFoundError: it asks for another.
     """
-    if request.model is not None and request.model != served_model_name:
-        raise ModelNotFoundError(
-            f"The model `{request.model[:100]}` does not exist here; this server has `{served_model_name}`.",
-            param="model",
-        )
+    if request.model is None or request.model == served_model_name:
+        return None
+    if request.model in lora_names:
+        return request.model
+    raise ModelNotFoundError(
+        f"The model `{request.model[:100]}` does not exist here; this server has `{served_model_name}`.",
+        param="model",
+    )
 
 
-def _generate_request(request: RequestBody, prompt: Prompt, request_id: str, max_tokens: int | None) -> GenerateRequest:
+def check_unknown_fields(request: RequestBody) -> None:
+    """Return when every field of the body is known: the rule of a strict server.
+
+    Raises:
+        RequestError: naming the first one that is not.
+    """
+    if request.unknown_fields:
+        name = request.unknown_fields[0]
+        raise RequestError(f"{name} is no field that this server knows.", param=name)
+
+
+def unknown_fields_warning(request: RequestBody) -> tuple[str, ...]:
+    """What to tell a client about fields without effect, in ASCII, for a header; nothing where there are none."""
+    if not request.unknown_fields:
+        return ()
+    names = ", ".join(ascii(name)[1:-1] for name in request.unknown_fields)
+    return (f"fields without effect: {names}",)
+
+
+def generate_request(
+    request: RequestBody, prompt: Prompt, request_id: str, max_tokens: int | None, lora: str | None = None
+) -> GenerateRequest:
+    """The request to the engine with this prompt, and all that the body says besides it.
+
+    Raises:
+        RequestError: the timeout is no time, or there are no answers to give.
+    """
+    if request.sampling.n < 1:
+        raise RequestError(f"n must be at least 1, not {_short(request.sampling.n)}.", param="n")
+    if request.timeout is not None and not request.timeout > 0:
+        raise RequestError("timeout must be a positive number of seconds.", param="timeout")
     output_kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    sampling = attrs.evolve(request.sampling, output_kind=output_kind, max_tokens=max_tokens)
-    return GenerateRequest(prompt=prompt, sampling=sampling, request_id=request_id)
+    sampling: SamplingParams = attrs.evolve(request.sampling, output_kind=output_kind, max_tokens=max_tokens)
+    return GenerateRequest(
+        prompt=prompt,
+        sampling=sampling,
+        request_id=request_id,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        lora=lora,
+        deadlines=Deadlines(total_s=request.timeout),
+        reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+    )
 
 
-def _chat_message(position: int, message: Message) -> ChatMessage:
-    for name in ("tool_calls", "function_call", "audio"):
-        if getattr(message, name):
-            path = f"messages[{position}].{name}"
-            raise RequestError(f"{path} is not supported by this server.", param=path)
-    if message.content is None and message.role is not Role.ASSISTANT:
-        path = f"messages[{position}].content"
-        raise RequestError(f"{path} is required in a message of role {message.role}.", param=path)
-    role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
-    fields: dict[str, object] = {"role": role.value, "content": message.content or ""}
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    return fields
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 10**20 else "a number of many digits"

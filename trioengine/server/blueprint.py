@@ -16,11 +16,15 @@ from quart import Blueprint, Response, request
 from trioengine import __version__
 from trioengine.client.interface import EngineClient
 from trioengine.errors import EngineGenerateError, MediaTypeError, RequestError, UnavailableError
+from trioengine.openai.chat_protocol import parse_chat_request
 from trioengine.openai.chat_stream import chat_reply, chat_stream
+from trioengine.openai.chat_translate import chat_to_generate
+from trioengine.openai.completion_protocol import parse_completion_request
 from trioengine.openai.completion_stream import completion_reply, completion_stream
-from trioengine.openai.protocol import RequestBody, parse_chat_request, parse_completion_request
+from trioengine.openai.completion_translate import completion_to_generate
+from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import CONTENT_TYPE, EventStream, ReplyHead
-from trioengine.openai.translate import chat_to_generate, check_model, completion_to_generate
+from trioengine.openai.translate import check_model
 from trioengine.server.replies import error_response, json_response
 from trioengine.server.stream_body import StreamBody, enter_request
 from trioengine.types.messages import GetLoad

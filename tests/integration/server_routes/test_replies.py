@@ -8,7 +8,7 @@ import attrs
 import pytest
 from quart import Response
 
-from trioengine.openai.protocol import ChatCompletionRequest, parse_chat_request
+from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
 from trioengine.openai.sse import CONTENT_TYPE
 from trioengine.server import blueprint
 from trioengine.server.app import create_app

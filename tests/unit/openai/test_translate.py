@@ -5,8 +5,11 @@ import json
 import pytest
 
 from trioengine.errors import ModelNotFoundError, RequestError
-from trioengine.openai.protocol import parse_chat_request, parse_completion_request
-from trioengine.openai.translate import chat_to_generate, check_model, completion_to_generate
+from trioengine.openai.chat_protocol import parse_chat_request
+from trioengine.openai.chat_translate import chat_to_generate
+from trioengine.openai.completion_protocol import parse_completion_request
+from trioengine.openai.completion_translate import completion_to_generate
+from trioengine.openai.translate import check_model
 from trioengine.types.params import RequestOutputKind
 from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt
 
@@ -77,6 +80,14 @@ def test_messages_that_make_no_sense_are_named(messages: list[object], path: str
 def test_a_chat_without_limit_takes_what_the_context_leaves(fields: dict[str, object], max_tokens: int | None) -> None:
     """And the newer name of the limit counts."""
     assert translate_chat(**fields).sampling.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_there_is_at_least_one_answer(n: int) -> None:
+    """Case 37 (mistral.rs 1874): before any header, streamed or not."""
+    with pytest.raises(RequestError) as caught:
+        translate_chat(n=n, stream=True)
+    assert caught.value.param == "n"
 
 
 def test_a_wrong_limit_is_named_as_the_client_wrote_it() -> None:
