@@ -36,6 +36,24 @@ class FinishedRequestStats:
     session_id: str | None = None
     trace_headers: Mapping[str, str] | None = None
 
+    @property
+    def prefill_s(self) -> float | None:
+        """From when the core began to compute it to the first token; None where there was none."""
+        if self.queue_s is None or self.time_to_first_token_s is None:
+            return None
+        return max(0.0, self.time_to_first_token_s - self.queue_s)  # Of two clocks.
+
+    @property
+    def inference_s(self) -> float | None:
+        """From when the core began to compute it to the end."""
+        return None if self.queue_s is None else max(0.0, self.e2e_latency_s - self.queue_s)
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """The mean of an answer, its first token not counted."""
+        num_later_tokens = self.num_generated_tokens / self.n - 1
+        return None if self.decode_s is None or num_later_tokens <= 0 else self.decode_s / num_later_tokens
+
 
 @attrs.define(eq=False)
 class IterationStats:
