@@ -1,13 +1,13 @@
 """Replies of `/v1/chat/completions`, streamed and whole."""
 
-from trioengine.openai.sse import ChunkShape, EventStream, ReplyHead, finish_fields, whole_reply
+from trioengine.openai.sse import ChunkShape, EventStream, ReplyHead, finish_fields, usage_fields, whole_reply
 from trioengine.types.output import RequestOutput
 
 _CHUNK = ChunkShape(
     object="chat.completion.chunk",
     before_first_text=b'"delta":{"role":"assistant","content":',
     before_text=b'"delta":{"content":',
-    after_text=b'},"logprobs":null',
+    after_text=b"}",
 )
 
 
@@ -30,5 +30,5 @@ def chat_reply(head: ReplyHead, output: RequestOutput) -> bytes:
             }
             for choice in output.outputs
         ],
-        output,
+        usage_fields(output),
     )

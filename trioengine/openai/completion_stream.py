@@ -1,6 +1,6 @@
 """Replies of `/v1/completions`, streamed and whole."""
 
-from trioengine.openai.sse import ChunkShape, EventStream, ReplyHead, finish_fields, whole_reply
+from trioengine.openai.sse import ChunkShape, EventStream, ReplyHead, finish_fields, usage_fields, whole_reply
 from trioengine.types.output import RequestOutput
 
 _OBJECT = "text_completion"
@@ -8,7 +8,7 @@ _CHUNK = ChunkShape(
     object=_OBJECT,
     before_first_text=b'"text":',
     before_text=b'"text":',
-    after_text=b',"logprobs":null',
+    after_text=b"",
 )
 
 
@@ -26,5 +26,5 @@ def completion_reply(head: ReplyHead, output: RequestOutput) -> bytes:
             {"index": choice.index, "text": choice.text, "logprobs": None, **finish_fields(choice)}
             for choice in output.outputs
         ],
-        output,
+        usage_fields(output),
     )

@@ -4,7 +4,7 @@ Line ends are LF only. A chunk costs one JSON escape of its text and one concate
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 
 import attrs
@@ -38,38 +38,46 @@ class ChunkShape:
     after_text: bytes
 
 
+NULL = b"null"
+
+
 class EventStream:
     """Outputs in, bytes of events out.
 
     Joined, the texts of the chunks are the text of the whole reply, and the last chunk of a choice has its
-    `finish_reason`.
+    `finish_reason`. Streams that tell more than texts override `choice_events`.
     """
 
-    def __init__(self, head: ReplyHead, shape: ChunkShape, *, include_usage: bool) -> None:
+    def __init__(
+        self, head: ReplyHead, shape: ChunkShape, *, include_usage: bool, continuous_usage: bool = False
+    ) -> None:
         """Prepare what all chunks share.
 
         Args:
             head: the reply's identity.
             shape: of chat or of completions.
             include_usage: a chunk with the token counts comes before the end, and `usage` is null in all others.
+            continuous_usage: with `include_usage`, every chunk has the counts so far.
         """
         fields = _dumps(head_fields(head, shape.object)).removesuffix(b"}")
         self._shape = shape
         self._start = b"data: " + fields + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._unfinished = b',"finish_reason":null}' + self._end
         self._include_usage = include_usage
+        self._continuous_usage = include_usage and continuous_usage
         self._before_text: dict[int, bytes] = {}
         """Index of a choice -> all that comes before the text of its second and later chunks."""
+        self._set_usage(NULL)
 
     def events(self, output: RequestOutput) -> bytes:
         """The events of a DELTA output; empty when it shows nothing new. The finished one ends the stream."""
+        if self._continuous_usage:
+            self._set_usage(_dumps(self.usage(output)))
         if len(output.outputs) == 1 and not output.finished:
-            return self._chunk(output.outputs[0])
-        parts = [self._chunk(choice) for choice in output.outputs]
+            return self.choice_events(output.outputs[0], output)
+        parts = [self.choice_events(choice, output) for choice in output.outputs]
         if output.finished:
             if self._include_usage:
-                parts.append(self._start + b'],"usage":' + _dumps(usage_fields(output)) + b"}\n\n")
+                parts.append(self._start + b'],"usage":' + _dumps(self.usage(output)) + b"}\n\n")
             parts.append(_DONE)
         return b"".join(parts)
 
@@ -78,19 +86,53 @@ class EventStream:
         """The last event of a stream that fails after its headers were sent."""
         return b"data: " + error_body(error) + b"\n\n"
 
-    def _chunk(self, choice: CompletionOutput) -> bytes:
+    def choice_events(self, choice: CompletionOutput, output: RequestOutput) -> bytes:
+        """The events of one choice of an output."""
+        del output
         if not choice.text and choice.finish_reason is None:
             return b""
-        before_text = self._before_text.get(choice.index)
+        return self.text_chunk(choice.index, choice.text, finish=choice if choice.finish_reason is not None else None)
+
+    def usage(self, output: RequestOutput) -> Mapping[str, object]:
+        """The token counts as of an output."""
+        return usage_fields(output)
+
+    def text_chunk(
+        self, index: int, text: str, *, logprobs: bytes = NULL, finish: CompletionOutput | None = None
+    ) -> bytes:
+        """A chunk of a choice's text.
+
+        Args:
+            index: of the choice.
+            text: what is new.
+            logprobs: of the tokens in it, as JSON.
+            finish: the choice, where it ends with this chunk.
+        """
+        before_text = self._before_text.get(index)
         if before_text is None:
-            before_choice = self._start + b'{"index":%d,' % choice.index
-            self._before_text[choice.index] = before_choice + self._shape.before_text
+            before_choice = self.begin_chunk(index)
+            self._before_text[index] = before_choice + self._shape.before_text
             before_text = before_choice + self._shape.before_first_text
-        text = encode_basestring_ascii(choice.text).encode()
-        if choice.finish_reason is None:
-            return before_text + text + self._shape.after_text + self._unfinished
-        ending = _dumps(finish_fields(choice)).removeprefix(b"{")
-        return before_text + text + self._shape.after_text + b"," + ending + self._end
+        escaped = encode_basestring_ascii(text).encode()
+        if finish is None and logprobs is NULL:
+            return before_text + escaped + self._after_text
+        return before_text + escaped + self._shape.after_text + self.end_chunk(logprobs, finish)
+
+    def begin_chunk(self, index: int) -> bytes:
+        """A chunk up to the first field of its choice that is of this kind of reply."""
+        return self._start + b'{"index":%d,' % index
+
+    def end_chunk(self, logprobs: bytes, finish: CompletionOutput | Mapping[str, object] | None) -> bytes:
+        """A chunk from behind these fields, log probabilities and the end of the choice first."""
+        if finish is None:
+            return b',"logprobs":' + logprobs + self._unfinished
+        fields = finish_fields(finish) if isinstance(finish, CompletionOutput) else finish
+        return b',"logprobs":' + logprobs + b"," + _dumps(fields).removeprefix(b"{") + self._end
+
+    def _set_usage(self, usage: bytes) -> None:
+        self._end = b'],"usage":' + usage + b"}\n\n" if self._include_usage else b"]}\n\n"
+        self._unfinished = b',"finish_reason":null}' + self._end
+        self._after_text = self._shape.after_text + b',"logprobs":null' + self._unfinished
 
 
 def head_fields(head: ReplyHead, object_name: str) -> Mapping[str, object]:
@@ -114,9 +156,15 @@ def usage_fields(output: RequestOutput) -> Mapping[str, object]:
     }
 
 
-def whole_reply(head: ReplyHead, object_name: str, choices: list[Mapping[str, object]], output: RequestOutput) -> bytes:
+def whole_reply(
+    head: ReplyHead,
+    object_name: str,
+    choices: Sequence[Mapping[str, object]],
+    usage: Mapping[str, object],
+    **more: object,
+) -> bytes:
     """The body of a reply that is not streamed."""
-    return _dumps({**head_fields(head, object_name), "choices": choices, "usage": usage_fields(output)})
+    return _dumps({**head_fields(head, object_name), "choices": choices, "usage": usage, **more})
 
 
 def _dumps(value: Mapping[str, object]) -> bytes:
