@@ -32,6 +32,7 @@ from trioengine.types.messages import (
     Finished,
     PauseMode,
     Reply,
+    SchedulerStats,
     StepOutput,
     Stop,
     ToCore,
@@ -50,6 +51,8 @@ class _Client:
     requests: dict[int, Request] = attrs.field(factory=dict[int, Request])
     outbox: Outbox = attrs.field(factory=Outbox)
     replies: list[Reply] = attrs.field(factory=list[Reply])
+    weight_version: str | None = None
+    """That it was told last."""
 
 
 class EngineCore:
@@ -82,6 +85,8 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.kv_cache, self.loras, structured_outputs)
         self.executor = executor
         self.pause = Pause()
+        self.weight_version: str | None = None
+        """Of the weights that steps compute with; None before the first update."""
         self._config = config
         self._structured_outputs = structured_outputs
         self._clock = clock
@@ -146,6 +151,7 @@ class EngineCore:
             if plan is not None:
                 self._submitted_s.append(self._clock())
                 self.executor.submit(plan)
+                self._emit_preempted()
         if scheduler.num_in_flight and (plan is None or not scheduler.may_schedule):
             self._take_result()
         if self._deferred:
@@ -159,7 +165,29 @@ class EngineCore:
         Of steps not taken since the last call there is one message. Messages of a client are numbered without a gap.
         """
         state = self._clients.get(client)
-        return state.outbox.take(self._step, self._step_ended_s) if state else None
+        if state is None or state.outbox.is_empty:
+            return None
+        weight_version = None
+        if state.weight_version != self.weight_version:
+            weight_version = state.weight_version = self.weight_version
+        return state.outbox.take(self._step, self._step_ended_s, self.stats(), weight_version)
+
+    def stats(self) -> SchedulerStats:
+        """How the core does now."""
+        scheduler, kv_cache = self.scheduler, self.kv_cache
+        speculator = scheduler.drafting.speculator
+        drafts = speculator.statistics if speculator else None
+        return SchedulerStats(
+            running=scheduler.num_running,
+            waiting=self.num_waiting,
+            kv_cache_usage=kv_cache.usage,
+            num_steps=scheduler.num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_prefix_cache_queries=kv_cache.num_queried_tokens,
+            num_prefix_cache_hits=kv_cache.num_hit_tokens,
+            num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted_tokens if drafts else 0,
+        )
 
     def take_replies(self, client: int) -> Sequence[Reply]:
         """Replies that were not ready when `handle` returned. The output that came before them is taken before."""
@@ -247,6 +275,7 @@ class EngineCore:
         except Exception as error:  # A border: what is wrong with one request is that request's answer.
             state.outbox.finish(Finished(slot, FinishReason.ABORT, error=error_to_data(error)))
             return
+        request.arrived_s = self._clock()
         self._num_arrivals += 1
         state.requests[slot] = request
         self._held[request.sequence_id] = request
@@ -324,12 +353,23 @@ class EngineCore:
             # A step begins when the one before it has ended.
             speculator.observe_step(now - max(submitted_s, self._step_ended_s), result.draft_seconds)
         self._step, self._step_ended_s = result.step, now
-        self._emit(outcome)
+        self._emit_preempted()
+        self._emit(outcome, submitted_s)
 
-    def _emit(self, outcome: StepOutcome) -> None:
+    def _emit_preempted(self) -> None:
+        for request in self.scheduler.take_preempted():
+            state = self._clients.get(request.client)
+            # Nothing may be said of a slot behind its end: another request may have it then.
+            if state is not None and state.requests.get(request.slot) is request:
+                state.outbox.add_preempted(request.slot)
+
+    def _emit(self, outcome: StepOutcome, submitted_s: float) -> None:
         clients = self._clients
-        for request in outcome.found:
-            clients[request.client].outbox.add_cached_tokens(request.slot, request.num_cached_tokens or 0)
+        for request in outcome.started:
+            outbox = clients[request.client].outbox
+            outbox.add_scheduled(request.slot, submitted_s - request.arrived_s)
+            if request.num_cached_tokens:
+                outbox.add_cached_tokens(request.slot, request.num_cached_tokens)
         if len(clients) == 1:
             (state,) = clients.values()
             state.outbox.slots.fromlist([request.slot for request in outcome.requests])

@@ -184,6 +184,16 @@ class KVCacheManager:
         return set(self._sequences)
 
     @property
+    def num_queried_tokens(self) -> int:
+        """As in `statistics`."""
+        return self._num_queried_tokens
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """As in `statistics`."""
+        return self._num_hit_tokens
+
+    @property
     def statistics(self) -> KVCacheStatistics:
         """What has happened so far."""
         return KVCacheStatistics(

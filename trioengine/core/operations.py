@@ -28,6 +28,7 @@ from trioengine.types.messages import (
     PinLoRA,
     RemoveLoRA,
     Reply,
+    ResetMMCache,
     ResetPrefixCache,
     ResumeGeneration,
     Sleep,
@@ -100,6 +101,10 @@ def reset_prefix_cache(core: "EngineCore", _: ResetPrefixCache) -> bool:
         return False
     core.kv_cache.reset_prefix_cache()
     return True
+
+
+def reset_mm_cache(core: "EngineCore", _: ResetMMCache) -> None:
+    """Nothing: no model takes images or sounds."""
 
 
 def pause_generation(core: "EngineCore", call: PauseGeneration) -> Later:
@@ -209,6 +214,7 @@ HANDLERS: Mapping[type[Call[Any]], Handler] = {
     CheckIntegrity: check_integrity,
     GetKVCacheEvents: get_kv_cache_events,
     ResetPrefixCache: reset_prefix_cache,
+    ResetMMCache: reset_mm_cache,
     PauseGeneration: pause_generation,
     ResumeGeneration: resume_generation,
     IsPaused: is_paused,

@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trioengine.core.executor import TokenLogprobs
-from trioengine.types.messages import Finished, LogprobColumns, PooledOutput, StepOutput, pack_int32
+from trioengine.types.messages import (
+    Finished,
+    LogprobColumns,
+    PooledOutput,
+    SchedulerStats,
+    StepOutput,
+    pack_int32,
+)
+
+MAX_INT32 = 2**31 - 1
 
 
 class Outbox:
@@ -24,6 +33,8 @@ class Outbox:
         self.slots = array("i")
         self.tokens = array("i")
         self._finished: list[Finished] = []
+        self._scheduled = array("i")
+        self._preempted = array("i")
         self._cached_tokens = array("i")
         self._logprobs = _LogprobRows()
         self._prompt_logprobs = _LogprobRows()
@@ -33,12 +44,20 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to take."""
-        # How much was cached is of no interest before a slot's first row.
-        return not (self.slots or self._finished or self._prompt_logprobs.slots)
+        # How much was cached comes with `scheduled`, and log probabilities and vectors with tokens and ends.
+        return not (self.slots or self._finished or self._scheduled or self._preempted or self._prompt_logprobs.slots)
 
     def finish(self, finished: Finished) -> None:
         """Add the last word about a slot; no token for it follows."""
         self._finished.append(finished)
+
+    def add_scheduled(self, slot: int, waited_s: float) -> None:
+        """Add how long a slot's request waited for its first step."""
+        self._scheduled.extend((slot, min(max(0, round(waited_s * 1e6)), MAX_INT32)))
+
+    def add_preempted(self, slot: int) -> None:
+        """Add that a slot's request, which has not ended, lost its blocks."""
+        self._preempted.append(slot)
 
     def add_cached_tokens(self, slot: int, num_tokens: int) -> None:
         """Add how many tokens of a slot's prompt were cached, before the slot's first token."""
@@ -56,7 +75,13 @@ class Outbox:
         """Add a slot's vectors, [width] or [rows, width]. Its end is added, too."""
         self._pooled.append((slot, vectors))
 
-    def take(self, step: int, timestamp_s: float) -> StepOutput | None:
+    def take(
+        self,
+        step: int,
+        timestamp_s: float,
+        stats: SchedulerStats | None = None,
+        weight_version: str | None = None,
+    ) -> StepOutput | None:
         """Everything pending as the client's next message; None when there is nothing."""
         if self.is_empty:
             return None
@@ -78,10 +103,15 @@ class Outbox:
             prompt_logprobs=self._prompt_logprobs.take(),
             cached_tokens=self._cached_tokens.tobytes(),
             pooled=_pooled_output(self._pooled) if self._pooled else None,
+            scheduled=self._scheduled.tobytes(),
+            preempted=self._preempted.tobytes(),
+            stats=stats,
+            weight_version=weight_version,
         )
         self._sequence += 1
         self.slots, self.tokens, self._finished = array("i"), array("i"), []
-        self._cached_tokens, self._pooled = array("i"), []
+        self._scheduled, self._preempted, self._cached_tokens = array("i"), array("i"), array("i")
+        self._pooled = []
         return output
 
 

@@ -95,6 +95,8 @@ class Request:
     """Vectors are wanted of its prompt, and no answer."""
     second_text_start: int | None = None
     """As `NewSequence.second_text_start`."""
+    arrived_s: float = 0.0
+    """By the core's clock."""
     status: RequestStatus = RequestStatus.WAITING
     finished: Finished | None = None
     """How it ended."""

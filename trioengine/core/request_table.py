@@ -32,6 +32,8 @@ class RequestTable:
         """Running requests whose results are not just tokens."""
         self.num_preemptions = 0
         """Since the start."""
+        self.preempted: list[Request] = []
+        """Whom `num_preemptions` has counted since somebody took this list."""
         self.grown: dict[int, Request] = {}
         """Running requests, by sequence id, whose newest full blocks are not findable yet."""
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_logit_rows)
@@ -70,6 +72,7 @@ class RequestTable:
         victim.apply(RequestEvent.PREEMPTED)
         self.waiting.add(victim)
         self.num_preemptions += 1
+        self.preempted.append(victim)
 
     def commit_grown(self) -> None:
         """Let full blocks of `grown` be found."""

@@ -37,13 +37,13 @@ class ResultReader:
                 f"The executor answered step {step.number} of {len(step.requests)} sequences with step {result.step} "
                 f"of {len(tokens)}."
             )
-        found = [request for request in step.found if request.status is not RequestStatus.FINISHED]
+        started = [request for request in step.started if request.status is not RequestStatus.FINISHED]
         is_more_than_tokens = result.failures or result.logprobs or result.failed_loads or NO_TOKEN in tokens
         if step.is_plain and not is_more_than_tokens:
             outcome = self._take_in_plain(step, tokens)
         else:
             outcome = self._take_in_all(step, result)
-        outcome.found = found
+        outcome.started = started
         if outcome.finished:
             self._table.drop_left()
         return outcome

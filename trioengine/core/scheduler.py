@@ -24,7 +24,7 @@ The scheduler does not know what tokens mean, where outputs go, or what a step c
 """
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -147,6 +147,11 @@ class Scheduler:
         """Take out a request that has not finished; its blocks are free at once."""
         self._table.finish(request, RequestEvent.ABORTED, Finished(request.slot, FinishReason.ABORT))
         self._table.drop_left()
+
+    def take_preempted(self) -> Sequence[Request]:
+        """The requests that were preempted since the last call, one entry for each time. Some may have ended since."""
+        preempted, self._table.preempted = self._table.preempted, []
+        return preempted
 
     def preempt_all(self) -> None:
         """Take all running requests' blocks; they will be computed again."""
@@ -330,8 +335,7 @@ class Scheduler:
         known, start = len(request.token_ids), admission.num_cached_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = start
-            if start:
-                step.found.append(request)
+            step.started.append(request)
         work = request.work
         work.num_tokens = self._num_prompt_tokens(step, request, known - start, step.num_tokens_left)
         step.num_tokens_left -= work.num_tokens

@@ -27,8 +27,8 @@ class Step:
     """Indices of those whose known tokens the step does not reach the end of, so that nothing is sampled for them."""
     proposed: set[int] = attrs.field(factory=set[int])
     """Indices of those whose drafts are guesses. A grammar's are certain."""
-    found: list[Request] = attrs.field(factory=list[Request])
-    """Those that the step starts for the first time, and part of whose prompts was in the cache."""
+    started: list[Request] = attrs.field(factory=list[Request])
+    """Those that it is the first step of."""
     num_long_prefills: int = 0
     """How many of the incomplete ones have long prompts."""
     is_plain: bool = True
@@ -45,8 +45,8 @@ class StepOutcome:
     """One for each of `requests`."""
     finished: list[Request] = attrs.field(factory=list[Request])
     """Those that ended; their last token is part of `tokens`."""
-    found: Sequence[Request] = ()
-    """Those that began with this step, and part of whose prompts was in the cache."""
+    started: Sequence[Request] = ()
+    """Those that began with this step."""
     logprobs: list[tuple[Request, Sequence[TokenLogprobs]]] = attrs.field(
         factory=list[tuple[Request, Sequence[TokenLogprobs]]]
     )

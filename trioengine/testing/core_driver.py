@@ -113,6 +113,9 @@ class Answer:
     logprobs: list[TokenLogprobs] = attrs.field(factory=list[TokenLogprobs])
     prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list[TokenLogprobs])
     num_cached_tokens: int = 0
+    waited_us: int | None = None
+    """None before it was scheduled."""
+    num_preemptions: int = 0
     vectors: NDArray[np.float32] | None = None
     finished: Finished | None = None
 
@@ -151,8 +154,9 @@ class CoreDriver:
             fails_load=fails_load,
             max_loras=self.config.max_loras,
         )
-        # On this clock steps take no time, so that nobody decides by how long they took.
-        self.core = EngineCore(self.config, self.executor, structured_outputs, clock=lambda: 0.0)
+        self.now_s = 0.0
+        """The core's clock. Steps take no time, so that nobody decides by how long they took."""
+        self.core = EngineCore(self.config, self.executor, structured_outputs, clock=lambda: self.now_s)
         self.outputs: list[StepOutput] = []
         self.replies: list[Reply] = []
         """Those that came later."""
@@ -229,6 +233,15 @@ class CoreDriver:
             assert num_tokens > 0
             assert answers[slot].num_cached_tokens == 0, f"told twice: {output}"
             answers[slot].num_cached_tokens = num_tokens
+        scheduled = unpack_int32(output.scheduled)
+        for slot, waited_us in zip(scheduled[::2], scheduled[1::2], strict=True):
+            assert waited_us >= 0
+            assert answers[slot].waited_us is None, f"told twice: {output}"
+            answers[slot].waited_us = waited_us
+        assert all(answers[slot].waited_us is not None for slot in slots), f"tokens before it was scheduled: {output}"
+        for slot in unpack_int32(output.preempted):
+            answers[slot].num_preemptions += 1
+        assert output.stats is not None
         for slot, vectors in _vectors(output.pooled):
             assert answers[slot].vectors is None, f"vectors came twice: {output}"
             answers[slot].vectors = vectors

@@ -15,6 +15,7 @@ from itertools import islice
 
 import attrs
 
+from trioengine.errors import DeadlineExceededError
 from trioengine.runtime.core_process import BuiltCore, ReportProgress, main
 from trioengine.runtime.launch import CoreLaunch
 from trioengine.types.codec import encode_reply, error_to_data
@@ -31,6 +32,8 @@ from trioengine.types.messages import (
     ModelFacts,
     Ready,
     Reply,
+    SchedulerStats,
+    StartWave,
     StepOutput,
     Stop,
     ToCore,
@@ -97,7 +100,10 @@ class _Sequence:
     max_tokens: int
     logprobs: int | None
     prompt_logprobs: int | None
+    arrived_s: float
+    queue_timeout_s: float | None
     num_generated: int = 0
+    is_started: bool = False
 
 
 class _LogprobColumns:
@@ -163,7 +169,12 @@ class ScriptedCore:
                 sampling = message.sampling
                 assert sampling.max_tokens is not None, "the front end sets it"
                 self._sequences[message.slot] = _Sequence(
-                    prompt, sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs
+                    prompt,
+                    sampling.max_tokens,
+                    sampling.logprobs,
+                    sampling.prompt_logprobs,
+                    self._clock(),
+                    message.queue_timeout_s,
                 )
             case EncodeCoreRequest(slot):
                 error = error_to_data(NotImplementedError("a script has no vectors"))
@@ -173,14 +184,15 @@ class ScriptedCore:
                     if self._sequences.pop(slot, None) is not None:
                         self._finished.append(Finished(slot, FinishReason.ABORT))
             case CallRequest(call_id, GetLoad()):
-                running = min(len(self._sequences), self._script.max_num_seqs)
-                waiting = len(self._sequences) - running
-                load = CoreLoad(running, waiting, TOTAL_BLOCKS - running, TOTAL_BLOCKS)
+                stats = self._stats()
+                load = CoreLoad(stats.running, stats.waiting, TOTAL_BLOCKS - stats.running, TOTAL_BLOCKS)
                 return Reply(call_id, encode_reply(GetLoad, load))
             case CallRequest(call_id, CheckIntegrity()):
                 return Reply(call_id, encode_reply(CheckIntegrity, None))
             case CallRequest(call_id, call):
                 return Reply(call_id, error=error_to_data(NotImplementedError(type(call).__name__)))
+            case StartWave():
+                raise TypeError("This core has said that it needs none.")
             case Stop():
                 raise TypeError("Stop ends the loop around the core.")
         return None
@@ -192,7 +204,8 @@ class ScriptedCore:
             if now < self._next_step_s:
                 self._sleep(self._next_step_s - now)
             self._next_step_s = max(now, self._next_step_s) + self._script.pace_s
-        rows, tokens = array("i"), array("i")
+        self._drop_overdue()
+        rows, tokens, scheduled = array("i"), array("i"), array("i")
         ended: list[int] = []
         logprobs, prompt_logprobs, cached_tokens = _LogprobColumns(), _LogprobColumns(), array("i")
         for slot in islice(self._sequences, self._script.max_num_seqs):
@@ -202,7 +215,9 @@ class ScriptedCore:
                 raise RuntimeError("The script says that this token is the end.")
             while token == self._script.hang_token:
                 self._sleep(1.0)
-            if sequence.num_generated == 0:
+            if not sequence.is_started:
+                sequence.is_started = True
+                scheduled.extend((slot, round((self._clock() - sequence.arrived_s) * 1e6)))
                 self._say_of_prompt(slot, sequence, prompt_logprobs, cached_tokens)
             if sequence.max_tokens:
                 rows.append(slot)
@@ -224,6 +239,32 @@ class ScriptedCore:
             logprobs=logprobs.take(),
             prompt_logprobs=prompt_logprobs.take(),
             cached_tokens=cached_tokens.tobytes(),
+            scheduled=scheduled.tobytes(),
+        )
+
+    def _drop_overdue(self) -> None:
+        if len(self._sequences) <= self._script.max_num_seqs:
+            return
+        now = self._clock()
+        for slot, sequence in list(self._sequences.items()):
+            timeout_s = sequence.queue_timeout_s
+            if timeout_s is not None and not sequence.is_started and now - sequence.arrived_s >= timeout_s:
+                del self._sequences[slot]
+                error = error_to_data(DeadlineExceededError("The script has not begun it in time."))
+                self._finished.append(Finished(slot, FinishReason.ABORT, error=error))
+
+    def _stats(self) -> SchedulerStats:
+        running = min(len(self._sequences), self._script.max_num_seqs)
+        return SchedulerStats(
+            running=running,
+            waiting=len(self._sequences) - running,
+            kv_cache_usage=running / TOTAL_BLOCKS,
+            num_steps=self._num_steps,
+            num_preemptions=0,
+            num_prefix_cache_queries=0,
+            num_prefix_cache_hits=0,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
         )
 
     def _say_of_prompt(
@@ -262,6 +303,7 @@ class ScriptedCore:
         logprobs: LogprobColumns | None = None,
         prompt_logprobs: LogprobColumns | None = None,
         cached_tokens: bytes = b"",
+        scheduled: bytes = b"",
     ) -> None:
         finished, self._finished = tuple(self._finished), []
         self._output = StepOutput(
@@ -274,6 +316,8 @@ class ScriptedCore:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=cached_tokens,
+            scheduled=scheduled,
+            stats=self._stats(),
         )
         self._num_outputs += 1
 

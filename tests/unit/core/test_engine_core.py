@@ -23,6 +23,7 @@ from trioengine.types.messages import (
     GetLoad,
     GetStats,
     Reply,
+    SchedulerStats,
     Stop,
     unpack_int32,
 )
@@ -491,3 +492,96 @@ def test_without_an_answer_the_prompt_is_all(prompt: tuple[int, ...]) -> None:
     assert answer.finished == Finished(0, FinishReason.LENGTH)
     assert same(answer.prompt_logprobs, logprobs_alone(prompt[:1], prompt[1:], 2, vocab_size=1000))
     assert other.tokens == generate_alone(prompt, 4, vocab_size=1000)
+
+
+# What a step says of itself
+
+
+def test_a_request_is_told_once_how_long_it_waited() -> None:
+    """From its arrival until its first step was submitted; also when it has no tokens yet, and not again after a
+    preemption."""
+    driver = CoreDriver(make_core_config(max_num_seqs=1, max_num_batched_tokens=2))
+    first, second = driver.add(make_core_request(0, (1, 2, 3))), driver.add(make_core_request(1, (4, 5)))
+    driver.now_s = 0.5
+    driver.step()
+    output = driver.take()
+    assert output is not None
+    assert (list(unpack_int32(output.scheduled)), output.slots) == ([0, 500_000], b"")
+    driver.core.scheduler.preempt_all()
+    driver.run()
+    assert (first.waited_us, first.num_preemptions, second.waited_us) == (500_000, 1, 500_000)
+
+
+def test_a_request_that_never_began_waited_for_nothing() -> None:
+    driver = CoreDriver()
+    answer = driver.add(make_core_request(0))
+    driver.abort(0)
+    driver.run()
+    assert answer.finished is not None
+    assert answer.waited_us is None
+
+
+def test_preemptions_reach_the_client_and_never_a_slots_next_request() -> None:
+    """Of a request that ended since, nothing is said behind its end."""
+    driver = CoreDriver(num_blocks=4)
+    prompts = ((1, 2, 3, 4), (5, 6, 7, 8))
+    answers = [driver.add(make_core_request(slot, prompt, max_tokens=8)) for slot, prompt in enumerate(prompts)]
+    driver.run()
+    stats = driver.outputs[-1].stats
+    assert stats is not None
+    assert sum(answer.num_preemptions for answer in answers) == stats.num_preemptions > 0
+    old = driver.add(make_core_request(0))
+    driver.step()
+    driver.take_all()
+    driver.core.scheduler.preempt_all()
+    driver.abort(0)
+    driver.take_all()
+    new = driver.add(make_core_request(0))
+    driver.run()
+    assert (old.num_preemptions, new.num_preemptions) == (0, 0)
+
+
+def test_every_output_says_how_the_core_does() -> None:
+    """After the step, or the abort, that it is of."""
+    driver = CoreDriver(make_core_config(max_num_seqs=1), num_blocks=4)
+    driver.add(make_core_request(0, max_tokens=3))
+    driver.add(make_core_request(1, max_tokens=3))
+    driver.step()
+    output = driver.take()
+    assert output is not None
+    assert output.stats == SchedulerStats(1, 1, 0.25, 1, 0, 0, 0, 0, 0)
+    driver.run()
+    assert driver.outputs[-1].stats == SchedulerStats(0, 0, 0.0, 6, 0, 0, 0, 0, 0)
+
+
+def test_everything_aborted_at_once_leaves_nothing() -> None:
+    """Case 8 (vllm 29928): the very next message says that nothing runs and nothing waits."""
+    driver = CoreDriver(make_core_config(max_num_seqs=3))
+    answers = [driver.add(make_core_request(slot, max_tokens=30)) for slot in range(8)]
+    driver.step()
+    driver.step()
+    driver.take_all()
+    driver.abort(*range(8))
+    output = driver.take()
+    assert output is not None
+    assert output.stats is not None
+    assert (output.stats.running, output.stats.waiting, output.stats.kv_cache_usage) == (0, 0, 0.0)
+    assert {finished.slot for finished in output.finished} == set(range(8))
+    assert all(answer.finished == Finished(answer.slot, FinishReason.ABORT) for answer in answers)
+    driver.run()
+    assert driver.executor.sequence_ids == set()
+
+
+def test_each_client_hears_of_new_weights_once() -> None:
+    """In its first message after they have changed, whenever it has come."""
+    driver = CoreDriver()
+    driver.add(make_core_request(0, max_tokens=2))
+    driver.step()
+    output = driver.take()
+    assert output is not None
+    assert output.weight_version is None
+    driver.core.weight_version = "7"
+    driver.run()
+    driver.add(make_core_request(0, max_tokens=2), client=1)
+    driver.run()
+    assert [output.weight_version for output in driver.outputs] == [None, "7", "7", None]

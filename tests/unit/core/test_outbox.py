@@ -87,3 +87,18 @@ def test_cached_tokens_come_with_a_row_and_make_no_message() -> None:
     assert list(unpack_int32(take(outbox).cached_tokens)) == [3, 16]
     put(outbox, (3, 8))
     assert take(outbox).cached_tokens == b""
+
+
+def test_waits_and_preemptions_wait_in_columns() -> None:
+    """Each of them is a message, also without a row; a wait has room in its column however long it was."""
+    outbox = Outbox()
+    outbox.add_scheduled(2, 0.0015)
+    assert not outbox.is_empty
+    outbox.add_scheduled(3, 1e6)
+    output = take(outbox)
+    assert list(unpack_int32(output.scheduled)) == [2, 1500, 3, 2**31 - 1]
+    outbox.add_preempted(2)
+    assert not outbox.is_empty
+    output = take(outbox)
+    assert (output.scheduled, list(unpack_int32(output.preempted))) == (b"", [2])
+    assert outbox.is_empty

@@ -452,7 +452,10 @@ def test_a_new_request_starts_behind_what_is_cached() -> None:
     steps.add(10)
     plan = steps.schedule()
     assert [(work.num_computed_tokens, work.num_tokens) for work in plan.scheduled] == [(0, 12), (8, 2)]
-    assert list(steps.update().found) == [steps.requests[1]]
+    started = steps.update().started
+    assert [(request, request.num_cached_tokens) for request in started] == list(
+        zip(steps.requests[:2], (0, 8), strict=True)
+    )
     steps.add(8)
     plan = steps.schedule()
     assert (plan.scheduled[2].num_computed_tokens, plan.scheduled[2].num_tokens) == (4, 4)
@@ -468,7 +471,7 @@ def test_a_preempted_request_finds_its_own_beginning_and_is_counted_once() -> No
     plan = steps.schedule()
     assert [new.sequence_id for new in plan.new] == [1]
     assert plan.scheduled[0].num_computed_tokens > 0
-    assert not steps.update().found
+    assert not steps.update().started
     assert second.num_cached_tokens == 0
 
 

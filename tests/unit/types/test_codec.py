@@ -42,7 +42,9 @@ from trioengine.types.messages import (
     ModelFacts,
     Ready,
     Reply,
+    SchedulerStats,
     Starting,
+    StartWave,
     StepOutput,
     Stop,
     pack_int32,
@@ -51,6 +53,7 @@ from trioengine.types.messages import (
 from trioengine.types.output import FinishReason
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.pooling import PoolingFacts, PoolingParams, PoolingTask, PoolingType
+from trioengine.types.request import KVHints
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -113,6 +116,8 @@ STRATEGIES = {
         sampling=SAMPLINGS,
         seed=st.integers(0, 2**64 - 1),
         eos_token_ids=st.lists(INT32, max_size=3).map(tuple),
+        queue_timeout_s=st.none() | FLOATS,
+        kv_hints=st.none() | st.builds(KVHints, st.booleans(), st.booleans()),
     ),
     EncodeCoreRequest: st.builds(
         EncodeCoreRequest,
@@ -128,10 +133,22 @@ STRATEGIES = {
     AbortRequests: st.builds(AbortRequests, st.lists(INT32, max_size=5).map(tuple)),
     CallRequest: st.builds(CallRequest, INT64, st.sampled_from([GetLoad(), CheckIntegrity()])),
     Stop: st.just(Stop()),
+    StartWave: st.just(StartWave()),
     Starting: st.builds(Starting, TEXTS, FLOATS),
     Ready: st.builds(Ready, FACTS, INT32, INT32, st.dictionaries(TEXTS, TEXTS, max_size=3)),
     StepOutput: st.builds(
-        StepOutput, INT64, INT64, FLOATS, COLUMNS, COLUMNS, COLUMNS, st.lists(FINISHED, max_size=3).map(tuple)
+        StepOutput,
+        INT64,
+        INT64,
+        FLOATS,
+        COLUMNS,
+        COLUMNS,
+        COLUMNS,
+        st.lists(FINISHED, max_size=3).map(tuple),
+        scheduled=COLUMNS,
+        preempted=COLUMNS,
+        stats=st.none() | st.builds(SchedulerStats, *[INT64] * 2, FLOATS, *[INT64] * 6),
+        weight_version=st.none() | TEXTS,
     ),
     Reply: st.builds(Reply, INT64, st.binary(max_size=9), st.none() | ERRORS),
     EngineDead: st.builds(EngineDead, ERRORS),

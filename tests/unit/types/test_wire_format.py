@@ -34,6 +34,7 @@ from trioengine.types.messages import (
     BlockStored,
     CallRequest,
     CheckIntegrity,
+    CollectiveRPC,
     CoreLoad,
     CoreStats,
     EncodeCoreRequest,
@@ -41,10 +42,12 @@ from trioengine.types.messages import (
     EngineDead,
     ErrorData,
     Finished,
+    FinishWeightUpdate,
     FromCore,
     GetKVCacheEvents,
     GetLoad,
     GetStats,
+    InitWeightTransfer,
     IsPaused,
     IsSleeping,
     KVCacheEvents,
@@ -58,18 +61,26 @@ from trioengine.types.messages import (
     Ready,
     RemoveLoRA,
     Reply,
+    ResetMMCache,
     ResetPrefixCache,
     ResumeGeneration,
+    SchedulerStats,
     Sleep,
     Starting,
+    StartProfile,
+    StartWave,
     StepOutput,
     Stop,
+    StopProfile,
     ToCore,
+    UpdateWeights,
     WakeUp,
+    WeightTensor,
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.pooling import PoolingFacts, PoolingParams, PoolingTask, PoolingType
+from trioengine.types.request import KVHints
 from trioengine.types.structured import StructuredOutputsParams
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "wire.json"
@@ -100,6 +111,11 @@ SAMPLING = SamplingParams(
     prompt_logprobs=-1,
     structured_outputs=StructuredOutputsParams(json={"type": "object"}, whitespace_pattern=" ?"),
     logits_processors={"mine": {"strength": 0.5}},
+    n=2,
+    thinking_token_budget=100,
+    skip_reading_prefix_cache=True,
+    spaces_between_special_tokens=False,
+    extra_args={"yours": {"strength": 0.5}},
 )
 LOGPROBS = LogprobColumns(
     slots=b"\1\0\0\0",
@@ -111,7 +127,18 @@ LOGPROBS = LogprobColumns(
 
 MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
     "EngineCoreRequest": EngineCoreRequest(
-        1, "id/0", b"\1\0\0\0\2\0\0\0", SAMPLING, 2**64 - 1, (2, 5), -1, "salt", True, "polite"
+        1,
+        "id/0",
+        b"\1\0\0\0\2\0\0\0",
+        SAMPLING,
+        2**64 - 1,
+        (2, 5),
+        -1,
+        "salt",
+        True,
+        "polite",
+        2.5,
+        KVHints(read_prefix_cache=False, write_prefix_cache=False),
     ),
     "EngineCoreRequest, defaults": EngineCoreRequest(0, "", b"\0\0\0\0", SamplingParams(), 0),
     "EncodeCoreRequest": EncodeCoreRequest(
@@ -129,6 +156,7 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
         -1,
         "salt",
         "adapter",
+        2.5,
     ),
     "EncodeCoreRequest, defaults": EncodeCoreRequest(0, "", b"\0\0\0\0", PoolingParams()),
     "AbortRequests": AbortRequests((0, 300)),
@@ -147,9 +175,22 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
     "CallRequest RemoveLoRA": CallRequest(17, RemoveLoRA("polite")),
     "CallRequest ListLoRAs": CallRequest(18, ListLoRAs()),
     "CallRequest PinLoRA": CallRequest(19, PinLoRA("polite")),
+    "CallRequest ResetMMCache": CallRequest(20, ResetMMCache()),
+    "CallRequest StartProfile": CallRequest(21, StartProfile("first")),
+    "CallRequest StopProfile": CallRequest(22, StopProfile()),
+    "CallRequest CollectiveRPC": CallRequest(23, CollectiveRPC("memory", '{"unit": "MB"}')),
+    "CallRequest InitWeightTransfer": CallRequest(24, InitWeightTransfer("file")),
+    "CallRequest UpdateWeights": CallRequest(
+        25, UpdateWeights((WeightTensor("norm.weight", "float32", (1, 2), b"\0\0\0\xc0\0\0\x80\xbf"),))
+    ),
+    "CallRequest UpdateWeights, file": CallRequest(26, UpdateWeights(path="/weights/new.safetensors")),
+    "CallRequest FinishWeightUpdate": CallRequest(27, FinishWeightUpdate("8")),
     "Stop": Stop(),
+    "StartWave": StartWave(),
     "Starting": Starting("loading the weights", 0.25),
-    "Ready": Ready(ModelFacts(2048, 49152, (2, 0), 20), 100, 16, {"max_num_seqs": "256: as configured"}),
+    "Ready": Ready(
+        ModelFacts(2048, 49152, (2, 0), 20), 100, 16, {"max_num_seqs": "256: as configured"}, needs_lockstep=True
+    ),
     "Ready, encoder": Ready(
         ModelFacts(
             512,
@@ -184,6 +225,10 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
             widths=b"\2\0\0\0\1\0\0\0",
             values=b"\0\0\0\xc0\0\0\x80\xbf\0\0\0\xc0\0\0\x80\xbf",
         ),
+        scheduled=b"\1\0\0\0\xe8\3\0\0",
+        preempted=b"\1\0\0\0",
+        stats=SchedulerStats(1, 2, 0.5, 3, 4, 5, 6, 7, 8),
+        weight_version="8",
     ),
     "StepOutput, defaults": StepOutput(0, 1, 2.5),
     "Reply": Reply(5, encode_reply(GetLoad, CoreLoad(1, 2, 3, 4))),
