@@ -14,7 +14,9 @@ import trio
 from trioengine.checkpoint.locate import FetchProgress, ModelLocation, resolve_model
 from trioengine.client.channel import CoalescingChannel
 from trioengine.client.encode import encode
+from trioengine.client.interface import EngineClient
 from trioengine.client.link import CoreLink, OnProgress
+from trioengine.client.renderer import Renderer
 from trioengine.client.stream import RequestStream
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
@@ -34,16 +36,31 @@ from trioengine.types.request import GenerateRequest
 R = TypeVar("R")
 
 
-class Engine:
+class Engine(EngineClient):
     """An open engine; see `client.interface.EngineClient` for what it promises. Made by `open_engine`."""
 
-    def __init__(self, model_name: str, ready: Ready, tokenizer: Tokenizer, frontend: Frontend, link: CoreLink) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_name: str,
+        ready: Ready,
+        tokenizer: Tokenizer,
+        frontend: Frontend,
+        link: CoreLink,
+    ) -> None:
+        self._config = config
         self._model_name = model_name
         self._ready = ready
         self._tokenizer = tokenizer
         self._frontend = frontend
         self._link = link
         self._input_processor = InputProcessor(tokenizer, ready.model)
+        self._renderer = Renderer(tokenizer, ready.model.vocab_size)
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was opened with."""
+        return self._config
 
     @property
     def model_name(self) -> str:
@@ -51,8 +68,8 @@ class Engine:
         return self._model_name
 
     @property
-    def model_facts(self) -> ModelFacts:
-        """Context length, vocabulary size and end tokens."""
+    def model_config(self) -> ModelFacts:
+        """Context length, vocabulary size, end tokens, and what the model can do."""
         return self._ready.model
 
     @property
@@ -69,6 +86,11 @@ class Engine:
     def input_processor(self) -> InputProcessor:
         """Checks and tokenizes requests as `generate` does."""
         return self._input_processor
+
+    @property
+    def renderer(self) -> Renderer:
+        """Makes the token ids of a prompt, without asking the model anything."""
+        return self._renderer
 
     @property
     def num_open_requests(self) -> int:
@@ -109,6 +131,12 @@ class Engine:
         """End all live requests; their streams end with reason "abort"."""
         self._frontend.abort_all()
         self._link.aborts_are_due()
+
+    def check_admission(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Return when so many more requests may come now. As `EngineClient.check_admission`."""
+
+    def do_log_stats(self) -> None:
+        """Let the loggers of statistics say what happened."""
 
     async def call(self, call: Call[R]) -> R:
         """Run an operation on the core and return its typed reply. Cancelling stops the waiting, not the operation.
@@ -191,7 +219,7 @@ async def open_engine(
                             ready = await link.wait_ready(progress, timeout_s=config.startup_timeout_s)
                             stop_timeout_s = config.core_stop_timeout_s
                             name = config.served_model_name or location.served_name
-                            yield Engine(name, ready, tokenizer, frontend, link)
+                            yield Engine(config, name, ready, tokenizer, frontend, link)
                         except BaseException as error:
                             # Kept out of the nursery, which would wrap it in a group; raised again below.
                             block_error = error

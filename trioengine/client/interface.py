@@ -2,16 +2,17 @@
 
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from trioengine.client.operations import EngineOperations
+from trioengine.client.renderer import Renderer
+from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError
+from trioengine.frontend.input_processor import InputProcessor
 from trioengine.tokenizer.tokenizer import Tokenizer
-from trioengine.types.messages import Call, ModelFacts
 from trioengine.types.output import RequestOutput
 from trioengine.types.pooling import EncodeRequest, PoolingOutput
 from trioengine.types.request import GenerateRequest
-
-R = TypeVar("R")
 
 
 class OutputStream(Protocol):
@@ -50,8 +51,16 @@ class OutputStream(Protocol):
         ...
 
 
-class EngineClient(Protocol):
-    """An open engine. Used from tasks of one Trio run, as many at once as you like."""
+class EngineClient(EngineOperations, Protocol):
+    """An open engine. Used from tasks of one Trio run, as many at once as you like.
+
+    `testing.engine_conformance` holds what every implementation promises.
+    """
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was opened with."""
+        ...
 
     @property
     def model_name(self) -> str:
@@ -59,13 +68,18 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def model_facts(self) -> ModelFacts:
-        """Context length, vocabulary size and end tokens."""
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
         ...
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+    def input_processor(self) -> InputProcessor:
+        """Checks and tokenizes requests as `generate` does."""
+        ...
+
+    @property
+    def renderer(self) -> Renderer:
+        """Makes the token ids of a prompt, without asking the model anything."""
         ...
 
     def generate(self, request: GenerateRequest) -> OutputStream:
@@ -90,9 +104,34 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def call(self, call: Call[R]) -> R:
-        """Run an operation on the core and return its typed reply. Cancelling stops the waiting, not the operation."""
+    def check_admission(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Return when so many more requests, with so many tokens of prompts in all, may come now.
+
+        For a server that would rather say no before it reads on; `generate` and `encode` ask for themselves.
+
+        Raises:
+            UnavailableError: the engine is full; `retry_after_s` says when to come again.
+        """
         ...
+
+    def do_log_stats(self) -> None:
+        """Let the loggers of statistics say now what happened since they last did."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests and calls can be answered: it is open, and no core has died."""
+        return self.dead_error is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing can be asked any more: it has died, or its block was left."""
+        return self.dead_error is not None
+
+    @property
+    def errored(self) -> bool:
+        """Whether it has died."""
+        return isinstance(self.dead_error, EngineDeadError)
 
     @property
     def dead_error(self) -> EngineDeadError | EngineClosedError | None:
@@ -100,9 +139,10 @@ class EngineClient(Protocol):
         ...
 
     def check_health(self) -> None:
-        """Return while the core lives and makes progress.
+        """Return while all cores live and make progress. The death of one is the death of the engine.
 
         Raises:
-            EngineDeadError: it has died, or hangs.
+            EngineDeadError: one has died, or hangs; `cause` is the core's own account where it left one.
+            EngineClosedError: the block of `open_engine` was left.
         """
         ...

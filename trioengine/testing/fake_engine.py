@@ -11,9 +11,45 @@ from typing import Any, TypeVar, cast
 import attrs
 import trio
 
-from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
+from trioengine.client.interface import EngineClient
+from trioengine.client.renderer import Renderer
+from trioengine.config.engine import EngineConfig
+from trioengine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineGenerateError,
+    RequestError,
+    TrioEngineError,
+    UnavailableError,
+)
+from trioengine.frontend.input_processor import InputProcessor
 from trioengine.tokenizer.tokenizer import Tokenizer
-from trioengine.types.messages import Call, CoreLoad, GetLoad, ModelFacts
+from trioengine.types.messages import (
+    AddLoRA,
+    Call,
+    CheckIntegrity,
+    CollectiveRPC,
+    CoreLoad,
+    FinishWeightUpdate,
+    GetLoad,
+    InitWeightTransfer,
+    IsPaused,
+    IsSleeping,
+    ListLoRAs,
+    LoRAInfo,
+    ModelFacts,
+    PauseGeneration,
+    PinLoRA,
+    RemoveLoRA,
+    ResetMMCache,
+    ResetPrefixCache,
+    ResumeGeneration,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    WakeUp,
+)
 from trioengine.types.output import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
 from trioengine.types.params import RequestOutputKind
 from trioengine.types.pooling import EncodeRequest, PoolingOutput
@@ -41,28 +77,135 @@ class ScriptedReply:
 
 
 @attrs.define(eq=False)
-class FakeEngine:
+class FakeCoreState:
+    """What operations on a `FakeEngine` have done."""
+
+    is_paused: bool = False
+    asleep: frozenset[str] = frozenset()
+    loras: dict[str, LoRAInfo] = attrs.field(factory=dict[str, LoRAInfo])
+    is_profiling: bool = False
+    transfer: str | None = None
+    num_updates: int = 0
+    num_weight_versions: int = 0
+
+    def run(self, call: Call[Any], load: CoreLoad) -> object:
+        """What a core would reply. RequestError: what a core would refuse."""
+        match call:
+            case GetLoad():
+                return load
+            case ResetPrefixCache():
+                return load.running == 0
+            case CheckIntegrity() | ResetMMCache():
+                return None
+            case CollectiveRPC(method):
+                raise RequestError(f"No worker has a method {method!r} for collective_rpc.", param="method")
+            case PauseGeneration() | ResumeGeneration() | IsPaused() | Sleep() | WakeUp() | IsSleeping():
+                return self._pause(call)
+            case AddLoRA() | RemoveLoRA() | PinLoRA() | ListLoRAs():
+                return self._lora(call)
+            case StartProfile() | StopProfile():
+                return self._profile(call)
+            case InitWeightTransfer() | UpdateWeights() | FinishWeightUpdate():
+                return self._weights(call)
+            case _:
+                raise EngineGenerateError(f"The fake engine cannot {type(call).__name__}.")
+
+    def _pause(self, call: Call[Any]) -> bool | None:
+        match call:
+            case PauseGeneration():
+                self.is_paused = True
+            case ResumeGeneration():
+                self.is_paused = False
+            case Sleep(level):
+                if level not in (1, 2):
+                    raise RequestError(f"level must be 1 or 2, not {level}.", param="level")
+                self.asleep = _MEMORY_TAGS
+            case WakeUp(tags):
+                if not _MEMORY_TAGS.issuperset(tags):
+                    raise RequestError("tags may be weights and kv_cache.", param="tags")
+                self.asleep -= frozenset(tags) or _MEMORY_TAGS
+            case IsPaused():
+                return self.is_paused or bool(self.asleep)
+            case _:
+                return bool(self.asleep)
+        return None
+
+    def _lora(self, call: Call[Any]) -> tuple[LoRAInfo, ...] | None:
+        match call:
+            case AddLoRA(name, path):
+                self.loras[name] = LoRAInfo(name, path, is_pinned=False)
+            case RemoveLoRA(name) | PinLoRA(name):
+                if name not in self.loras:
+                    raise RequestError(f"There is no LoRA adapter {name!r}.", param="lora")
+                known = self.loras.pop(name)
+                if isinstance(call, PinLoRA):
+                    self.loras[name] = attrs.evolve(known, is_pinned=True)
+            case _:
+                return tuple(self.loras.values())
+        return None
+
+    def _profile(self, call: Call[Any]) -> str | None:
+        if isinstance(call, StartProfile) is self.is_profiling:
+            raise RequestError("A profile runs already." if self.is_profiling else "No profile runs.")
+        self.is_profiling = not self.is_profiling
+        return None if self.is_profiling else "/fake/profile.json"
+
+    def _weights(self, call: Call[Any]) -> str | None:
+        match call:
+            case InitWeightTransfer(method):
+                self.transfer, self.num_updates = method, 0
+            case _ if self.transfer is None:
+                raise RequestError("No transfer of weights has begun.")
+            case FinishWeightUpdate(version):
+                self.transfer = None
+                self.num_weight_versions += 1
+                return version or str(self.num_weight_versions)
+            case _:
+                self.num_updates += 1
+        return None
+
+
+_MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+
+
+@attrs.define(eq=False)
+class FakeEngine(EngineClient):
     """The engine. `live` and `left` tell what became of its requests."""
 
     reply: ScriptedReply = attrs.field(factory=ScriptedReply)
     enter_error: TrioEngineError | None = None
-    """Raised on entering every request."""
+    """Raised on entering every request, and by `check_admission` where it says that the engine is full."""
     health_error: TrioEngineError | None = None
-    model_name: str = "fake-model"
-    model_facts: ModelFacts = attrs.field(factory=lambda: ModelFacts(2048, 1000, (2,)))
+    model_name: str = "fake-model"  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    model_config: ModelFacts = attrs.field(factory=lambda: ModelFacts(2048, 1000, (2,)))  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    config: EngineConfig = attrs.field(factory=EngineConfig)  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     load: CoreLoad = attrs.field(factory=lambda: CoreLoad(running=0, waiting=0, free_blocks=10, total_blocks=10))
+    core: FakeCoreState = attrs.field(factory=FakeCoreState)
     requests: list[GenerateRequest] = attrs.field(factory=list[GenerateRequest])
     """Every request that was entered."""
+    calls: list[Call[Any]] = attrs.field(factory=list[Call[Any]])
+    """Every operation that was asked for, oldest first."""
     live: set["FakeOutputStream"] = attrs.field(factory=lambda: set[FakeOutputStream]())
     """The requests whose block is open."""
     num_aborted: int = 0
     """Requests left before they had finished."""
+    num_stats_logged: int = 0
     last_left: trio.Event = attrs.field(factory=trio.Event)
     """Set whenever no request is live any more; a request that is entered replaces it."""
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Not there: whoever needs one needs more than this fake."""
+        raise NotImplementedError("the fake engine has no tokenizer")
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Not there, as the tokenizer."""
+        raise NotImplementedError("the fake engine has no tokenizer")
+
+    @property
+    def renderer(self) -> Renderer:
+        """Not there, as the tokenizer."""
         raise NotImplementedError("the fake engine has no tokenizer")
 
     def generate(self, request: GenerateRequest) -> "FakeOutputStream":
@@ -79,12 +222,22 @@ class FakeEngine:
         for stream in [stream for stream in self.live if stream.request.request_id == request_id]:
             stream.abort()
 
+    def check_admission(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Raises `enter_error` where it is an `UnavailableError`."""
+        if isinstance(self.enter_error, UnavailableError):
+            raise self.enter_error
+
+    def do_log_stats(self) -> None:
+        """Counted only."""
+        self.num_stats_logged += 1
+
     async def call(self, call: Call[R]) -> R:
-        """`GetLoad` only."""
+        """Done on `core`, which remembers it."""
         await trio.lowlevel.checkpoint()
-        if not isinstance(call, GetLoad):
-            raise NotImplementedError(f"the fake engine cannot {type(call).__name__}")
-        return cast(Any, self.load)
+        self.calls.append(call)
+        if self.dead_error is not None:
+            raise self.dead_error
+        return cast(R, self.core.run(call, self.load))
 
     @property
     def dead_error(self) -> EngineDeadError | EngineClosedError | None:

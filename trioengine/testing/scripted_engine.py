@@ -12,6 +12,7 @@ import trio
 
 from trioengine.client.engine import Engine
 from trioengine.client.link import CoreLink
+from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.frontend.frontend import Frontend
 from trioengine.runtime.step_loop import Core
@@ -87,7 +88,7 @@ async def open_scripted_engine(
         nursery.start_soon(_run_core, core, script.pace_s, dealer, handle, received, core_scope)
         link = CoreLink(router, core_identity(0), handle, frontend)
         link.start(nursery)
-        engine = Engine(MODEL_NAME, ready or scripted_ready(), FakeTokenizer(), frontend, link)
+        engine = Engine(EngineConfig(), MODEL_NAME, ready or scripted_ready(), FakeTokenizer(), frontend, link)
         yield ScriptedEngine(
             engine,
             frontend,
