@@ -108,6 +108,30 @@ class MediaTypeError(RequestError):
 
 
 @attrs.define(eq=False, str=False)
+class AuthenticationError(RequestError):
+    """The request has no API key, or one that this server does not know."""
+
+    code: ClassVar[str] = "invalid_api_key"
+    status: ClassVar[int] = 401
+
+
+@attrs.define(eq=False, str=False)
+class ForbiddenError(RequestError):
+    """The request comes from where this server takes none from: a foreign web page, or by a name it does not have."""
+
+    code: ClassVar[str] = "forbidden"
+    status: ClassVar[int] = 403
+
+
+@attrs.define(eq=False, str=False)
+class SlowRequestError(RequestError):
+    """The request's body took longer to arrive than the server waits."""
+
+    code: ClassVar[str] = "request_timeout"
+    status: ClassVar[int] = 408
+
+
+@attrs.define(eq=False, str=False)
 class BodyTooLargeError(RequestError):
     """The request's body is over the server's limit."""
 

@@ -69,13 +69,24 @@ def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:  # py
     else:
         metavar = "JSON" if option.is_section else "|".join(option.choices) or METAVARS[option.kind]
         choices = option.choices or None
+        action = "append" if option.is_list else "store"
         group.add_argument(
-            flag, type=option.kind, metavar=metavar, choices=choices, default=nothing, help=_help(option)
+            flag,
+            action=action,
+            type=option.kind,
+            metavar=metavar,
+            choices=choices,
+            default=nothing,
+            help=_help(option),
         )
 
 
 def _help(option: Option) -> str:
     text = option.help.replace("%", "%%")
-    if option.default is None or option.default is False:
+    if option.is_list:
+        text += " May be given several times."
+    if option.default is None or option.default is False or option.default == ():
         return text
+    if isinstance(option.default, tuple):
+        return f"{text} Default: {' '.join(option.default)}."
     return f"{text} Default: {'on' if option.default is True else option.default}."

@@ -13,6 +13,7 @@ from trioengine.errors import ConfigError
 CACHE_VARIABLE = "TRIOENGINE_CACHE"
 CPU_KERNELS_VARIABLE = "TRIOENGINE_CPU_KERNELS"
 LOG_LEVEL_VARIABLE = "TRIOENGINE_LOG_LEVEL"
+API_KEY_VARIABLE = "TRIOENGINE_API_KEY"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 FLOPS_PER_CPU_PER_S = 50e9
@@ -34,6 +35,39 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is to be ignored.
     return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "trioengine"
+
+
+def api_keys() -> tuple[str, ...]:
+    """The keys in `TRIOENGINE_API_KEY`, which commas separate."""
+    return tuple(key for key in map(str.strip, os.environ.get(API_KEY_VARIABLE, "").split(",")) if key)
+
+
+def num_passed_sockets() -> int:
+    """How many listening sockets systemd has passed to this very process; they begin at descriptor 3."""
+    is_ours = os.environ.get("LISTEN_PID") == str(os.getpid())
+    count = os.environ.get("LISTEN_FDS", "")
+    return int(count) if is_ours and count.isdigit() else 0
+
+
+def notify_socket() -> str | None:
+    """Where systemd wants to hear of this service's state, as `AF_UNIX` names it; None where it does not."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path.startswith(("/", "@")):
+        return None
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+def watchdog_timeout_s() -> float | None:
+    """How long systemd lets this process be silent before it ends it; None where it does not."""
+    is_ours = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    timeout_us = os.environ.get("WATCHDOG_USEC", "")
+    return int(timeout_us) / 1e6 if is_ours and timeout_us.isdigit() and int(timeout_us) > 0 else None
+
+
+def forget_service_manager() -> None:
+    """Keep what systemd says to this process from the processes that it starts."""
+    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC"):
+        os.environ.pop(name, None)
 
 
 def variables() -> Mapping[str, str]:

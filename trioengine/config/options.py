@@ -7,6 +7,7 @@ that name, type, default, meaning and limits of an option have one home. Knows n
 import enum
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import attrs
 
 from trioengine.errors import ConfigError
 
-OptionValue: TypeAlias = str | int | float | bool | None
+OptionValue: TypeAlias = str | int | float | bool | tuple[str, ...] | None
 
 Section = TypeVar("Section", bound=attrs.AttrsInstance)
 Member = TypeVar("Member", bound=enum.StrEnum)
@@ -38,6 +39,8 @@ class Option:
     """The only values; none where any of the kind may do."""
     is_section: bool = False
     """Whether it is a section of its own, written as a JSON object."""
+    is_list: bool = False
+    """Whether it may be given several times."""
 
 
 def documented(help_text: str) -> Mapping[str, str]:
@@ -49,7 +52,8 @@ def options_of(section: type[attrs.AttrsInstance]) -> Iterator[Option]:
     """The options of a section, in its fields' order."""
     hints = typing.get_type_hints(section)
     for field in attrs.fields(section):
-        kind = _kind(hints[field.name])
+        is_list = hints[field.name] == tuple[str, ...]
+        kind = str if is_list else _kind(hints[field.name])
         choices = [str(member.value) for member in kind] if issubclass(kind, enum.StrEnum) else []
         is_section = attrs.has(kind)
         yield Option(
@@ -59,6 +63,7 @@ def options_of(section: type[attrs.AttrsInstance]) -> Iterator[Option]:
             help=field.metadata.get(_HELP, ""),
             choices=choices,
             is_section=is_section,
+            is_list=is_list,
         )
 
 
@@ -88,14 +93,57 @@ def number(minimum: float) -> Validator:
     return _check(float, minimum, None)
 
 
-def text() -> Validator:
-    """A validator: a string that is not empty."""
+def text(pattern: str | None = None) -> Validator:
+    """A validator: a string that is not empty and of this form."""
+    form = None if pattern is None else re.compile(pattern)
 
     def check(_: object, field: "attrs.Attribute[Any]", value: object) -> None:
         if not isinstance(value, str) or not value or "\0" in value:
             raise ConfigError(f"{field.name} must be a text, not {value!r}.", option=field.name)
+        if form is not None and form.fullmatch(value) is None:
+            raise ConfigError(f"{field.name} must be of the form {pattern}, not {value!r}.", option=field.name)
 
     return check
+
+
+def texts(pattern: str = ".+") -> Validator:
+    """A validator: a tuple of strings, each of this form. For a field whose converter is `to_texts()`."""
+    form = re.compile(pattern)
+
+    def check(_: object, field: "attrs.Attribute[Any]", value: object) -> None:
+        members = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+        for member in members:
+            # Not shown: it may be a secret.
+            if not isinstance(member, str) or "\0" in member or form.fullmatch(member) is None:
+                raise ConfigError(f"A value of {field.name} is not of the form {pattern}.", option=field.name)
+
+    return check
+
+
+def to_texts() -> Callable[[Any], tuple[str, ...]]:
+    """A converter: a text alone, several, or a JSON list of them, as a tuple. Others are left to the validator."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(_texts_of(value))
+        if isinstance(value, (list, tuple)):
+            members = cast("Sequence[object]", value)
+            return tuple(
+                text for member in members for text in (_texts_of(member) if isinstance(member, str) else [member])
+            )
+        return value
+
+    return convert
+
+
+def _texts_of(value: str) -> Sequence[str]:
+    # A bracket alone may begin an IPv6 address.
+    if value.startswith('["') or value == "[]":
+        try:
+            return json.loads(value)
+        except ValueError:
+            pass
+    return [value]
 
 
 def member_of(choices: type[enum.StrEnum]) -> Validator:

@@ -1,8 +1,10 @@
 """`ServerConfig`: what a user may decide about the HTTP server."""
 
 import attrs
+from attrs.validators import optional
 
-from trioengine.config.options import documented, flag, integer, number, text
+from trioengine.config.options import documented, flag, integer, number, text, texts, to_texts
+from trioengine.errors import ConfigError
 
 
 @attrs.frozen(kw_only=True)
@@ -22,6 +24,119 @@ class ServerConfig:
         default=8000,
         validator=integer(0, 65535),
         metadata=documented("The TCP port to listen on. 0 takes a free one, and the log says which."),
+    )
+    uds: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("Listen on this UNIX socket instead of host and port."),
+    )
+    uds_mode: str = attrs.field(
+        default="600",
+        validator=text("[0-7]{3,4}"),
+        metadata=documented("The UNIX socket's permissions, octal: 600 for the same user, 660 for the group too."),
+    )
+    fd: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(0)),
+        metadata=documented("Listen on this inherited file descriptor, a bound stream socket, instead."),
+    )
+    root_path: str = attrs.field(
+        default="/",
+        validator=text("/[^?#]*"),
+        metadata=documented("The path below which a reverse proxy shows the server. Requests may have it or not."),
+    )
+    api_server_count: int = attrs.field(
+        default=1,
+        validator=integer(1, 256),
+        metadata=documented("How many processes serve HTTP, sharing the address and the engine."),
+    )
+    api_key: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=to_texts(),
+        validator=texts(r"[!-~]+"),
+        repr=False,
+        metadata=documented(
+            "Requests need one of these keys as Authorization: Bearer. TRIOENGINE_API_KEY keeps it out of `ps`."
+        ),
+    )
+    allowed_hosts: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=to_texts(),
+        validator=texts(r"\*|(\*\.)?[^/\s]+"),
+        metadata=documented(
+            "Names that requests may call the server by, *.example.com for all below, * for any. On a loopback "
+            "address they are checked always, and its own names are known."
+        ),
+    )
+    allowed_origins: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=to_texts(),
+        validator=texts(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"),
+        metadata=documented("Web pages of these origins may use the server, * for all. Others may not."),
+    )
+    allowed_methods: tuple[str, ...] = attrs.field(
+        default=("*",),
+        converter=to_texts(),
+        validator=texts(r"\*|[A-Z]+"),
+        metadata=documented("The methods that pages of allowed origins may use."),
+    )
+    allowed_headers: tuple[str, ...] = attrs.field(
+        default=("*",),
+        converter=to_texts(),
+        validator=texts(r"\*|[A-Za-z0-9_-]+"),
+        metadata=documented("The request headers that pages of allowed origins may send."),
+    )
+    allow_credentials: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented("Let pages of allowed origins send cookies."),
+    )
+    ssl_certfile: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("The certificate chain, PEM. With it the server speaks TLS, 1.2 or newer."),
+    )
+    ssl_keyfile: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("The certificate's private key, PEM, where it is not in the same file."),
+    )
+    ssl_keyfile_password: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        repr=False,
+        metadata=documented("What decrypts the private key."),
+    )
+    ssl_ca_certs: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("The authorities whose certificates clients may show, PEM."),
+    )
+    ssl_cert_reqs: int = attrs.field(
+        default=0,
+        validator=integer(0, 2),
+        metadata=documented("Whether clients show a certificate: 0 they do not, 1 they may, 2 they must."),
+    )
+    http2: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented("Offer HTTP/2. Needs TLS: in clear text it is refused."),
+    )
+    access_log: bool = attrs.field(
+        default=True,
+        validator=flag(),
+        metadata=documented("Log one line for each request, at its end."),
+    )
+    disable_access_log_for_endpoints: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=to_texts(),
+        validator=texts(r"/\S*"),
+        metadata=documented("Paths whose requests are not logged."),
+    )
+    keep_alive_on_engine_death: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented("When the engine dies, go on and answer 503, instead of ending with a failure."),
     )
     max_body_bytes: int = attrs.field(
         default=32 * 1024 * 1024,
@@ -48,6 +163,11 @@ class ServerConfig:
         validator=number(0.001),
         metadata=documented("Seconds that a client has to send the head of a request it has begun."),
     )
+    body_timeout_s: float = attrs.field(
+        default=30.0,
+        validator=number(0.001),
+        metadata=documented("Seconds that the server waits for a request's body, and one more for each KB. Then 408."),
+    )
     write_timeout_s: float = attrs.field(
         default=60.0,
         validator=number(0.001),
@@ -65,3 +185,15 @@ class ServerConfig:
             "Refuse max_tokens above what the context leaves with 400, instead of lowering it with a warning header."
         ),
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.uds is not None and self.fd is not None:
+            raise ConfigError("uds and fd exclude each other.", option="fd")
+        if self.ssl_certfile is None:
+            for option in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+                if getattr(self, option) is not None:
+                    raise ConfigError(f"{option} needs ssl_certfile.", option=option)
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs.", option="ssl_cert_reqs")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("allow_credentials needs origins by name, not *.", option="allow_credentials")

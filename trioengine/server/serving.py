@@ -18,10 +18,12 @@ from hypercorn.typing import ASGIFramework
 
 from trioengine.config.server import ServerConfig
 from trioengine.errors import ConfigError, ServerStartError
-from trioengine.server.body_limit import BodyLimit
+from trioengine.server.access import AccessRules
 from trioengine.server.connection import Connection, Service
+from trioengine.server.gate import Gate
 from trioengine.server.lifespan import open_lifespan
-from trioengine.server.listeners import bind_listeners, close_listeners
+from trioengine.server.listeners import bind_listeners, close_listeners, is_loopback
+from trioengine.server.tls import load_tls
 
 ACCEPT_RETRY_S = 0.1
 _BACKLOG = 1024
@@ -37,7 +39,6 @@ async def serve(
     shutdown: trio.Event | None = None,
     listeners: Sequence[socket.socket] | None = None,
     tls: ssl.SSLContext | None = None,
-    http2: bool = False,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `app` until `shutdown` is set and the last request has ended.
@@ -49,25 +50,27 @@ async def serve(
     Args:
         app: any ASGI 3 application. Its handlers run in their connection's nursery, and a client's disconnect
             arrives as `http.disconnect` at once; a handler that goes on for a second after that is cancelled.
-        listeners: bound TCP sockets to listen on instead of `config.host` and `config.port`. `serve` closes them.
-        tls: a server-side context with its certificate loaded. Its ALPN protocols are set here.
-        http2: offer HTTP/2 by ALPN. Needs `tls`: in clear text HTTP/2 is always refused.
+        listeners: bound stream sockets to listen on instead of the configured address. `serve` closes them.
+        tls: a server-side context with its certificate loaded, instead of `config.ssl_certfile`. Its ALPN protocols
+            are set here.
         task_status: gets the addresses as URLs once connections are accepted.
 
     Raises:
-        ConfigError: `http2` without `tls`.
+        ConfigError: `config.http2` without TLS, or a certificate that cannot be loaded.
         ServerStartError: the address cannot be bound, or the application's startup failed.
     """
-    if http2 and tls is None:
-        raise ConfigError("http2 needs tls: HTTP/2 is chosen by ALPN only", option="http2")
+    tls = load_tls(config) if tls is None else tls
+    if config.http2 and tls is None:
+        raise ConfigError("http2 needs TLS (ssl_certfile): HTTP/2 is chosen by ALPN only.", option="http2")
     if tls is not None:
-        tls.set_alpn_protocols(["h2", "http/1.1"] if http2 else ["http/1.1"])
+        tls.set_alpn_protocols(["h2", "http/1.1"] if config.http2 else ["http/1.1"])
     sockets = await bind_listeners(config) if listeners is None else list(listeners)
     try:
         _listen(sockets)
+        rules = AccessRules(config, is_loopback=is_loopback(sockets))
         async with open_lifespan(app, config.shutdown_timeout_s) as state:
             service = Service(
-                app=ASGIWrapper(BodyLimit(app, config.max_body_bytes)),
+                app=ASGIWrapper(Gate(app, config, rules)),
                 config=config,
                 tls=tls,
                 hypercorn_config=_hypercorn_config(config),
@@ -152,6 +155,8 @@ def _listen(sockets: Sequence[socket.socket]) -> None:
 
 def _url(sock: socket.socket, *, is_tls: bool) -> str:
     scheme = "https" if is_tls else "http"
+    if sock.family == socket.AF_UNIX:
+        return f"{scheme}+unix://{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"
 

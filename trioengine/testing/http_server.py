@@ -33,7 +33,6 @@ async def open_server(
     *,
     listeners: Sequence[socket] | None = None,
     tls: SSLContext | None = None,
-    http2: bool = False,
 ) -> AsyncGenerator[RunningServer]:
     """A running server; by default on a free port. Leaving the block cancels it; so do 30 s."""
     shutdown, stopped = trio.Event(), trio.Event()
@@ -46,7 +45,6 @@ async def open_server(
                 shutdown=shutdown,
                 listeners=listeners,
                 tls=tls,
-                http2=http2,
                 task_status=task_status,
             )
         finally:

@@ -172,7 +172,7 @@ async def open_raw_http(url: str, *, receive_buffer_bytes: int | None = None) ->
 
 def request_bytes(method: str, path: str, *, headers: Sequence[tuple[str, str]] = (), body: bytes = b"") -> bytes:
     """The bytes of one request with a `host` header; with a body, also its `content-length`."""
-    fields = [("host", "test"), *headers]
+    fields = [("host", "localhost"), *headers]
     if body:
         fields.append(("content-length", str(len(body))))
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)]

@@ -60,7 +60,7 @@ async def check_bystander(server: RunningServer) -> AsyncGenerator[None]:
 
 
 def upgrade_bytes(path: str) -> bytes:
-    return WSConnection(ConnectionType.CLIENT).send(Request(host="test", target=path))
+    return WSConnection(ConnectionType.CLIENT).send(Request(host="localhost", target=path))
 
 
 class WebSocketClient:
@@ -69,7 +69,7 @@ class WebSocketClient:
         self._connection = WSConnection(ConnectionType.CLIENT)
 
     async def connect(self, path: str) -> None:
-        await self.send(Request(host="test", target=path))
+        await self.send(Request(host="localhost", target=path))
         assert isinstance(await self.receive(), AcceptConnection)
 
     async def send(self, event: Event) -> None:
@@ -174,7 +174,7 @@ class Http2Client:
         await self._stream.send_all(self.protocol.data_to_send())
 
     async def send_headers(self, stream_id: int, method: bytes, path: bytes, *extra: tuple[bytes, bytes]) -> None:
-        headers = [(b":method", method), (b":path", path), (b":scheme", b"https"), (b":authority", b"test"), *extra]
+        headers = [(b":method", method), (b":path", path), (b":scheme", b"https"), (b":authority", b"localhost"), *extra]
         self.protocol.send_headers(stream_id, headers, end_stream=method == b"GET")
         await self.flush()
 
@@ -212,9 +212,8 @@ async def open_tls(url: str, *, alpn: list[str]) -> AsyncGenerator[trio.SSLStrea
 
 def open_tls_server(*, http2: bool) -> AbstractAsyncContextManager[RunningServer]:
     tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
-    return open_server(
-        make_app(), ServerConfig(port=0, max_body_bytes=1000, shutdown_timeout_s=1000), tls=tls, http2=http2
-    )
+    config = ServerConfig(port=0, max_body_bytes=1000, shutdown_timeout_s=1000, http2=http2)
+    return open_server(make_app(), config, tls=tls)
 
 
 @pytest.mark.parametrize(("http2", "chosen"), [(True, "h2"), (False, "http/1.1")])
@@ -230,7 +229,7 @@ async def test_http2_is_chosen_only_when_asked_for(http2: bool, chosen: str) -> 
             await client.send_headers(1, b"GET", b"/health")
             assert await client.read_status(1) == b"200"
         else:
-            await stream.send_all(b"GET /health HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
+            await stream.send_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             received = b""
             while part := await stream.receive_some():
                 received += part
@@ -321,7 +320,7 @@ async def test_an_http2_client_that_takes_nothing_holds_its_handler_back() -> No
             ended.set()
 
     tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
-    async with open_server(write_for_ever, ServerConfig(port=0), tls=tls, http2=True) as server:
+    async with open_server(write_for_ever, ServerConfig(port=0, http2=True), tls=tls) as server:
         async with open_tls(server.url, alpn=["h2"]) as stream:
             client = Http2Client(stream)
             await client.send_headers(1, b"GET", b"/")

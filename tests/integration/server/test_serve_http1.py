@@ -106,8 +106,8 @@ def test_a_limit_that_cannot_work_is_refused(option: str) -> None:
 
 
 async def test_http2_without_tls_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tls"):
-        await serve(echo_scope, ServerConfig(port=0), http2=True)
+    with pytest.raises(ConfigError, match="http2 needs TLS"):
+        await serve(echo_scope, ServerConfig(port=0, http2=True))
 
 
 async def test_ten_pipelined_requests_are_answered_in_order() -> None:
