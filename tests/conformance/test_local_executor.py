@@ -61,7 +61,7 @@ def torch_subject(model: TorchModel, block_size: int, make_store: MakeStore = no
     num_blocks = [NUM_BLOCKS] * len(model.config.kv_groups)
 
     def make() -> LocalExecutor:
-        backend = TorchBackend(model, reload=lambda: model, num_blocks=num_blocks, block_size=block_size)
+        backend = TorchBackend(model, reload=lambda _: model, num_blocks=num_blocks, block_size=block_size)
         return LocalExecutor(backend, offload_store=make_store(backend))
 
     return Subject(make=make, block_size=block_size, vocab_size=model.config.vocab_size)
@@ -83,7 +83,7 @@ def native_subject(
             model,
             library,
             ThreadPool(library, num_threads),
-            reload=lambda: model,
+            reload=lambda _: model,
             num_blocks=num_blocks,
             block_size=block_size,
             max_tokens=256,
@@ -160,13 +160,13 @@ def test_adapters(check: Check, backend: str, tmp_path: Path) -> None:
     def make() -> LocalExecutor:
         made: Backend
         if backend == "torch":
-            made = TorchBackend(MODEL, reload=lambda: MODEL, num_blocks=[NUM_BLOCKS], block_size=16)
+            made = TorchBackend(MODEL, reload=lambda _: MODEL, num_blocks=[NUM_BLOCKS], block_size=16)
         else:
             made = NativeBackend(
                 native_copy(MODEL),
                 library,
                 ThreadPool(library, 2),
-                reload=lambda: native_copy(MODEL),
+                reload=lambda _: native_copy(MODEL),
                 num_blocks=[NUM_BLOCKS],
                 block_size=16,
                 max_tokens=256,

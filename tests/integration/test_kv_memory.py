@@ -62,7 +62,7 @@ def make_driver(
 
 
 def torch_backend(model: TorchModel, num_blocks: Sequence[int]) -> Backend:
-    return TorchBackend(model, reload=lambda: model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    return TorchBackend(model, reload=lambda _: model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 
 def native_backend(model: TorchModel, num_blocks: Sequence[int]) -> Backend:
@@ -71,7 +71,7 @@ def native_backend(model: TorchModel, num_blocks: Sequence[int]) -> Backend:
         native_copy(model),
         library,
         ThreadPool(library, 2),
-        reload=lambda: native_copy(model),
+        reload=lambda _: native_copy(model),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_tokens=MAX_TOKENS,

@@ -101,7 +101,7 @@ def make_backend(model: TorchModel, num_blocks: int) -> NativeBackend:
         native_copy(model),
         library,
         ThreadPool(library, 1),
-        reload=lambda: native_copy(model),
+        reload=lambda _: native_copy(model),
         num_blocks=[num_blocks],
         block_size=BLOCK_SIZE,
         max_tokens=MAX_TOKENS,

@@ -22,7 +22,8 @@ from trioengine.models.encoder_config import (
     encoder_config_from_gguf,
     is_encoder_folder,
 )
-from trioengine.models.loader import Floats, ReportFraction, StoredMatrix, WeightMaker
+from trioengine.models.loader import NewTensors, ReportFraction, WeightMaker
+from trioengine.models.source import Floats, StoredMatrix, TensorLayout
 
 MatrixT = TypeVar("MatrixT")
 VectorT = TypeVar("VectorT")
@@ -79,6 +80,14 @@ class EncoderCheckpoint:
     location: ModelLocation
     config: EncoderConfig
     tensors: "_Tensors"
+
+    def with_tensors(self, tensors: NewTensors) -> "EncoderCheckpoint":
+        """The same with these tensors in the place of those of their names."""
+        return attrs.evolve(self, tensors=self.tensors.with_tensors(tensors))
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        """All tensors."""
+        return self.tensors.layouts
 
     @property
     def version(self) -> EncoderVersion:
@@ -138,6 +147,13 @@ class _Tensors:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    @property
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        return {name: TensorLayout(tensor.shape, tensor.ggml_type) for name, tensor in self._tensors.items()}
+
+    def with_tensors(self, tensors: NewTensors) -> "_Tensors":
+        return _Tensors(self._path, {**self._tensors, **tensors})
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from trioengine.checkpoint.gguf import open_gguf
+from trioengine.checkpoint.gguf import GGUFTensor, open_gguf
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.errors import CheckpointError
 from trioengine.models.config import (
@@ -37,6 +37,9 @@ from trioengine.models.source import Floats, MatrixPart, Source, StoredMatrix, f
 
 ReportFraction: TypeAlias = Callable[[float], None]
 """Called with the share of the weights that is loaded, above 0 to 1."""
+
+NewTensors: TypeAlias = Mapping[str, GGUFTensor]
+"""Weights that take the place of a checkpoint's, by name."""
 
 NumberT = TypeVar("NumberT", np.uint8, np.float32)
 MatrixT = TypeVar("MatrixT")
@@ -117,6 +120,10 @@ class Checkpoint:
     def location(self) -> ModelLocation:
         """Where it is."""
         return self.version.location
+
+    def with_tensors(self, tensors: NewTensors) -> "Checkpoint":
+        """The same with other weights, as `Source.with_tensors` says."""
+        return attrs.evolve(self, source=self.source.with_tensors(tensors)) if tensors else self
 
 
 def open_checkpoint(location: ModelLocation) -> Checkpoint:

@@ -53,6 +53,15 @@ MatrixPart: TypeAlias = StoredMatrix | PackedMatrix
 """A matrix of a checkpoint. All kinds have `name`, `num_rows`, `num_columns` and `floats(first, end)`."""
 
 
+@attrs.frozen
+class TensorLayout:
+    """What a tensor is in its file."""
+
+    shape: tuple[int, ...]
+    kind: GGMLType | None
+    """None where it cannot be replaced by floats: it is packed, or of no type that is read."""
+
+
 class Source:
     """The tensors of one checkpoint by their names, and which of them were read."""
 
@@ -73,7 +82,32 @@ class Source:
         packed_shapes = {name: (matrix.num_rows, matrix.num_columns) for name, matrix in self._packed.items()}
         self._shapes = {**shapes, **packed_shapes}
         self._read = read
+        self._optional = optional
         self._unread = set(self._shapes).difference(optional)
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        """All tensors. Reads none."""
+        return {name: TensorLayout(shape, self._kind(name)) for name, shape in self._shapes.items()}
+
+    def _kind(self, name: str) -> GGMLType | None:
+        if name in self._packed:
+            return None
+        try:
+            return self._read(name).ggml_type
+        except CheckpointError:
+            return None
+
+    def with_tensors(self, tensors: Mapping[str, GGUFTensor]) -> "Source":
+        """The same with these in the place of those of their names, none of which is packed. Nothing is read yet."""
+        shapes = {name: shape for name, shape in self._shapes.items() if name not in self._packed}
+        return Source(
+            self.path,
+            self.names,
+            shapes,
+            lambda name: tensors[name] if name in tensors else self._read(name),
+            packed=self._packed,
+            optional=self._optional,
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -169,7 +203,7 @@ def folder_source(folder: Path, config: ModelConfig) -> Source:
         folder,
         folder_names(config.architecture, root),
         {name: tensor.shape for name, tensor in tensors.items()},
-        lambda name: _as_ggml(folder, tensors[name]),
+        lambda name: as_ggml(folder, tensors[name]),
         packed=packed,
         optional=optional,
     )
@@ -183,7 +217,8 @@ _GGML_TYPES: Mapping[TensorDType, GGMLType] = {
 """The types that both formats store in the same way."""
 
 
-def _as_ggml(folder: Path, tensor: TensorView) -> GGUFTensor:
+def as_ggml(folder: Path, tensor: TensorView) -> GGUFTensor:
+    """The same tensor. CheckpointError: it has no floats."""
     kind = _GGML_TYPES.get(tensor.dtype)
     if kind is None:
         raise CheckpointError(

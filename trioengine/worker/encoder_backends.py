@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 from trioengine_kernels.native.library import Library, ThreadPool
@@ -14,9 +15,12 @@ from trioengine.errors import EngineStartError
 from trioengine.models.encoder_config import EncoderConfig
 from trioengine.models.encoder_loader import ClassificationHead, EncoderCheckpoint, load_encoder
 from trioengine.models.encoder_native import NativeEncoder, record_encoder
-from trioengine.models.loader import ReportFraction
+from trioengine.models.loader import NewTensors, ReportFraction
 from trioengine.models.native_ops import NativeWeights
 from trioengine.worker.encoder_executor import EncoderBackend, EncoderBatch, EncoderExecutor
+from trioengine.worker.model_memory import WeightsMemory
+from trioengine.worker.native_backend import ProgramProfile
+from trioengine.worker.profile import Profile, TimedProfile
 
 
 def load_encoder_executor(
@@ -62,17 +66,24 @@ def _load_native(
 ) -> "NativeEncoderBackend":
     pool = ThreadPool(library, config.cpu_threads)
 
-    def load(opened: EncoderCheckpoint, report: ReportFraction | None = None) -> NativeEncoder:
-        return load_encoder(opened, NativeWeights(library, pool, quantization), report)
-
-    model = load(checkpoint, report)
     version = checkpoint.version
-    return NativeEncoderBackend(
-        model, library, pool, reload=lambda: load(version.open()), max_tokens=config.max_num_batched_tokens
-    )
+
+    def reload(tensors: NewTensors) -> NativeEncoder:
+        # One of its own: steps may be computed meanwhile.
+        weights = NativeWeights(library, ThreadPool(library, config.cpu_threads), quantization)
+        return load_encoder(version.open().with_tensors(tensors), weights)
+
+    model = load_encoder(checkpoint, NativeWeights(library, pool, quantization), report)
+    return NativeEncoderBackend(model, library, pool, reload=reload, max_tokens=config.max_num_batched_tokens)
 
 
-class NativeEncoderBackend:
+@attrs.frozen(eq=False)
+class _Recorded:
+    program: Program
+    head: ClassificationHead | None
+
+
+class NativeEncoderBackend(WeightsMemory[NativeEncoder, _Recorded]):
     """An encoder of tiles and its program."""
 
     def __init__(
@@ -81,31 +92,39 @@ class NativeEncoderBackend:
         library: Library,
         pool: ThreadPool,
         *,
-        reload: Callable[[], NativeEncoder],
+        reload: Callable[[NewTensors], NativeEncoder],
         max_tokens: int,
     ) -> None:
-        """`reload` reads the same model again. A step has at most `max_tokens` tokens."""
+        """`reload` is as `WeightsMemory` has it. A step has at most `max_tokens` tokens."""
         self.config: EncoderConfig = model.config
-        self.head: ClassificationHead | None = model.head
+        self.head: ClassificationHead | None = None
         self._library = library
         self._pool = pool
-        self._reload = reload
         self._max_tokens = max_tokens
-        self._program: Program | None = record_encoder(model, library, max_tokens=max_tokens)
+        self._profiled = ProgramProfile()
+        super().__init__(model, reload)
 
-    def drop_weights(self) -> None:
-        """As `EncoderBackend.drop_weights`."""
-        self._program = None
-        self._library.drop_arena()
+    def _make_ready(self, model: NativeEncoder) -> _Recorded:
+        return _Recorded(record_encoder(model, self._library, max_tokens=self._max_tokens), model.head)
 
-    def load_weights(self) -> None:
-        """As `EncoderBackend.load_weights`."""
-        if self._program is None:
-            self._program = record_encoder(self._reload(), self._library, max_tokens=self._max_tokens)
+    def start_profile(self) -> Profile:
+        """As `Profilable.start_profile`."""
+        self._profiled.profile = TimedProfile()
+        return self._profiled.profile
+
+    def end_profile(self) -> None:
+        """As `Profilable.end_profile`."""
+        self._profiled.profile = None
+
+    def _weights_changed(self) -> None:
+        if self._ready is None:
+            self._library.drop_arena()
+        else:
+            self.head = self._ready.head
 
     def compute(self, batch: EncoderBatch) -> NDArray[np.float32]:
         """As `EncoderBackend.compute`."""
-        assert self._program is not None, "asleep"
+        assert self._ready is not None, "asleep"
         num_tokens, num_seqs = len(batch.token_ids), len(batch.query_start) - 1
         step = StepArrays(
             token_ids=batch.token_ids,
@@ -116,4 +135,4 @@ class NativeEncoderBackend:
             block_table=np.empty((0, num_seqs, 0), np.int32),
             logit_rows=batch.rows,
         )
-        return self._program.run(step, (), self._pool)
+        return self._profiled.run(self._ready.program, step, (), self._pool)

@@ -4,6 +4,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 from trioengine_kernels.native.library import Library, ThreadPool
@@ -13,10 +14,12 @@ from trioengine_kernels.native.sampler import NativeSampler, SampledTokens, Samp
 from trioengine.config import env
 from trioengine.config.engine import Quantization
 from trioengine.config.resolve import ResolvedConfig
-from trioengine.models.loader import Checkpoint, ReportFraction
+from trioengine.models.loader import Checkpoint, NewTensors, ReportFraction
 from trioengine.models.lora import LoRA
 from trioengine.models.native_ops import NativeLoRAs, NativeModel, load_native_model, record
 from trioengine.worker.backend import StepBatch, kv_cache_groups
+from trioengine.worker.model_memory import ModelMemory
+from trioengine.worker.profile import Profile, TimedProfile
 
 
 def load_native_backend(
@@ -35,13 +38,23 @@ def load_native_backend(
     """
     pool, version = ThreadPool(library, config.cpu_threads), checkpoint.version
     cache_folder = env.cache_dir() / "packed"
+
+    def reload(tensors: NewTensors) -> NativeModel:
+        return load_native_model(
+            version.open().with_tensors(tensors),
+            library,
+            # One of its own: steps may be computed meanwhile.
+            ThreadPool(library, config.cpu_threads),
+            quantization,
+            max_length=config.max_model_len,
+            cache_folder=None if tensors else cache_folder,
+        )
+
     return NativeBackend(
         load_native_model(checkpoint, library, pool, quantization, report, config.max_model_len, cache_folder),
         library,
         pool,
-        reload=lambda: load_native_model(
-            version.open(), library, pool, quantization, max_length=config.max_model_len, cache_folder=cache_folder
-        ),
+        reload=reload,
         num_blocks=config.num_kv_blocks,
         block_size=config.block_size,
         max_tokens=config.max_num_batched_tokens,
@@ -50,7 +63,35 @@ def load_native_backend(
     )
 
 
-class NativeBackend:
+@attrs.frozen(eq=False)
+class _Recorded:
+    """A program, and its model's slots for adapters."""
+
+    program: Program
+    slots: NativeLoRAs | None
+
+
+class ProgramProfile:
+    """Runs programs, and tells a profile how long each operation takes, once there is one."""
+
+    def __init__(self) -> None:
+        self.profile: TimedProfile | None = None
+
+    def run(
+        self, program: Program, step: StepArrays, caches: Sequence[KVCache], pool: ThreadPool
+    ) -> NDArray[np.float32]:
+        """As `Program.run`."""
+        if self.profile is None:
+            return program.run(step, caches, pool)
+        times_ns = np.empty(len(program.op_names) + 1, np.int64)
+        result = program.run(step, caches, pool, times_ns)
+        times = times_ns.tolist()
+        for name, start, end in zip(program.op_names, times, times[1:], strict=False):
+            self.profile.add(name, start, end)
+        return result
+
+
+class NativeBackend(ModelMemory[NativeModel, _Recorded, KVCache]):
     """A model of tiles, its program and its KV cache.
 
     A step has at most `max_tokens` tokens, and wants at most `max_logit_rows` rows of logits.
@@ -62,14 +103,14 @@ class NativeBackend:
         library: Library,
         pool: ThreadPool,
         *,
-        reload: Callable[[], NativeModel],
+        reload: Callable[[NewTensors], NativeModel],
         num_blocks: Sequence[int],
         block_size: int,
         max_tokens: int,
         max_logit_rows: int,
         max_loras: int = 0,
     ) -> None:
-        """`reload` reads the same model again; `num_blocks` is for each of its KV groups; `max_loras` is the number of
+        """`reload` is as `WeightsMemory` has it; `num_blocks` is for each of its KV groups; `max_loras` is the number of
         slots for adapters."""
         self.vocab_size = model.config.vocab_size
         self.block_size = block_size
@@ -77,37 +118,38 @@ class NativeBackend:
         self._config = model.config
         self._library = library
         self._pool = pool
-        self._reload = reload
         self._record = functools.partial(record, library=library, max_tokens=max_tokens, max_logit_rows=max_logit_rows)
         self._max_loras = max_loras
         self._loras: dict[int, LoRA] = {}
-        self._slots: NativeLoRAs | None = None
-        self._program: Program | None = None
-        self._make_program(model)
         self._sampler = NativeSampler(library, pool)
         self._logits: NDArray[np.float32] = np.empty((0, self.vocab_size), np.float32)
-        self._kv_caches: Sequence[KVCache] = ()
-        self.make_kv_cache()
+        self._profiled = ProgramProfile()
+        super().__init__(model, reload)
 
-    def drop_weights(self) -> None:
-        """As `Memory.drop_weights`."""
-        self._program = self._slots = None
-        # It may be a view of the program's memory.
+    def _make_ready(self, model: NativeModel) -> _Recorded:
+        slots = NativeLoRAs(model, self._max_loras) if self._max_loras else None
+        return _Recorded(self._record(model, loras=slots), slots)
+
+    def start_profile(self) -> Profile:
+        """As `Profilable.start_profile`."""
+        self._profiled.profile = TimedProfile()
+        return self._profiled.profile
+
+    def end_profile(self) -> None:
+        """As `Profilable.end_profile`."""
+        self._profiled.profile = None
+
+    def _weights_changed(self) -> None:
+        # It may be a view of the old program's memory.
         self._logits = np.empty((0, self.vocab_size), np.float32)
-        self._library.drop_arena()
+        if self._ready is None:
+            self._library.drop_arena()
+        elif self._ready.slots is not None:
+            for slot, lora in self._loras.items():
+                self._ready.slots.load(slot, lora)
 
-    def load_weights(self) -> None:
-        """As `Memory.load_weights`."""
-        if self._program is None:
-            self._make_program(self._reload())
-
-    def drop_kv_cache(self) -> None:
-        """As `Memory.drop_kv_cache`."""
-        self._kv_caches = ()
-
-    def make_kv_cache(self) -> None:
-        """As `Memory.make_kv_cache`."""
-        self._kv_caches = self._kv_caches or [
+    def _make_caches(self) -> Sequence[KVCache]:
+        return [
             KVCache(
                 num_blocks=blocks.num_blocks,
                 block_size=self.block_size,
@@ -118,20 +160,16 @@ class NativeBackend:
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
 
-    def kv_block(self, group: int, block_id: int) -> NDArray[np.generic]:
-        """As `Backend.kv_block`."""
-        return self._kv_caches[group].block(block_id)
-
     def load_lora(self, slot: int, lora: LoRA) -> None:
         """As `Backend.load_lora`."""
         assert 1 <= slot <= self._max_loras
         self._loras[slot] = lora
-        if self._slots is not None:
-            self._slots.load(slot, lora)
+        if self._ready is not None and self._ready.slots is not None:
+            self._ready.slots.load(slot, lora)
 
     def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
-        assert self._program is not None, "asleep"
+        assert self._ready is not None, "asleep"
         step = StepArrays(
             token_ids=batch.token_ids,
             positions=batch.positions,
@@ -143,7 +181,7 @@ class NativeBackend:
             lora_slots=batch.lora_slots,
             hidden_rows=batch.hidden_rows,
         )
-        self._logits = self._program.run(step, self._kv_caches, self._pool)
+        self._logits = self._profiled.run(self._ready.program, step, self._kv_caches, self._pool)
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """As `Backend.copy_logits`."""
@@ -151,18 +189,10 @@ class NativeBackend:
 
     def hidden_states(self) -> NDArray[np.float32]:
         """As `Backend.hidden_states`."""
-        assert self._program is not None, "asleep"
+        assert self._ready is not None, "asleep"
         # The last norm has it in its weights.
-        return self._program.hidden_states() / np.float32(self._config.logit_multiplier)
+        return self._ready.program.hidden_states() / np.float32(self._config.logit_multiplier)
 
     def sample(self, arrays: SamplingArrays) -> SampledTokens:
         """As `Backend.sample`."""
         return self._sampler.sample(self._logits, arrays)
-
-    def _make_program(self, model: NativeModel) -> None:
-        slots = NativeLoRAs(model, self._max_loras) if self._max_loras else None
-        program = self._record(model, loras=slots)
-        if slots is not None:
-            for slot, lora in self._loras.items():
-                slots.load(slot, lora)
-        self._program, self._slots = program, slots

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,12 +11,15 @@ from trioengine_kernels.native.sampler import SampledTokens, SamplingArrays
 from trioengine_kernels.paged_attention import plan_attention
 
 from trioengine.config.resolve import ResolvedConfig
-from trioengine.models.loader import Checkpoint, ReportFraction
+from trioengine.models.loader import Checkpoint, NewTensors, ReportFraction
 from trioengine.models.lora import LoRA
 from trioengine.models.torch_ops import DecoderInput, TorchLoRAs, TorchModel, TorchOps, load_torch_model
 from trioengine.worker.backend import StepBatch, kv_cache_groups
 from trioengine.worker.kv_cache import TorchKVCache
+from trioengine.worker.model_memory import ModelMemory
+from trioengine.worker.profile import Profile
 from trioengine.worker.sampler import sample_rows
+from trioengine.worker.torch_profile import TorchProfile
 
 
 def load_torch_backend(
@@ -31,56 +35,57 @@ def load_torch_backend(
     version = checkpoint.version
     return TorchBackend(
         load_torch_model(checkpoint, report, config.max_model_len),
-        reload=lambda: load_torch_model(version.open(), max_length=config.max_model_len),
+        reload=lambda tensors: load_torch_model(version.open().with_tensors(tensors), max_length=config.max_model_len),
         num_blocks=config.num_kv_blocks,
         block_size=config.block_size,
     )
 
 
-class TorchBackend:
+@attrs.define(eq=False)
+class _Ready:
+    """A model, and its slots for adapters, once there are any."""
+
+    model: TorchModel
+    slots: TorchLoRAs | None = None
+
+
+class TorchBackend(ModelMemory[TorchModel, _Ready, TorchKVCache]):
     """A model of tensors and its KV cache."""
 
     def __init__(
         self,
         model: TorchModel,
         *,
-        reload: Callable[[], TorchModel],
+        reload: Callable[[NewTensors], TorchModel],
         num_blocks: Sequence[int],
         block_size: int,
     ) -> None:
-        """`reload` reads the same model again; `num_blocks` is for each of its KV groups."""
+        """`reload` is as `WeightsMemory` has it; `num_blocks` is for each of its KV groups."""
         self.vocab_size = model.config.vocab_size
         self.block_size = block_size
         self.kv_cache_groups = kv_cache_groups(model.config, num_blocks)
         self._config = model.config
-        self._model: TorchModel | None = model
-        self._reload = reload
         self._loras: dict[int, LoRA] = {}
-        self._slots: TorchLoRAs | None = None
-        self._fill_slots()
         self._logits = torch.empty(0, self.vocab_size)
         self._hidden: torch.Tensor | None = None
-        self._kv_caches: Sequence[TorchKVCache] = ()
-        self.make_kv_cache()
+        super().__init__(model, reload)
 
-    def drop_weights(self) -> None:
-        """As `Memory.drop_weights`."""
-        self._model = self._slots = None
+    def _make_ready(self, model: TorchModel) -> _Ready:
+        return _Ready(model)
+
+    def start_profile(self) -> Profile:
+        """As `Profilable.start_profile`."""
+        return TorchProfile()
+
+    def _weights_changed(self) -> None:
         self._logits = torch.empty(0, self.vocab_size)
+        if self._ready is not None and self._loras:
+            self._ready.slots = TorchLoRAs(self._ready.model)
+            for slot, lora in self._loras.items():
+                self._ready.slots.load(slot, lora)
 
-    def load_weights(self) -> None:
-        """As `Memory.load_weights`."""
-        if self._model is None:
-            self._model = self._reload()
-            self._fill_slots()
-
-    def drop_kv_cache(self) -> None:
-        """As `Memory.drop_kv_cache`."""
-        self._kv_caches = ()
-
-    def make_kv_cache(self) -> None:
-        """As `Memory.make_kv_cache`."""
-        self._kv_caches = self._kv_caches or [
+    def _make_caches(self) -> Sequence[TorchKVCache]:
+        return [
             TorchKVCache(
                 num_blocks=blocks.num_blocks,
                 block_size=self.block_size,
@@ -91,29 +96,18 @@ class TorchBackend:
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
 
-    def kv_block(self, group: int, block_id: int) -> NDArray[np.generic]:
-        """As `Backend.kv_block`."""
-        return self._kv_caches[group].block(block_id)
-
     def load_lora(self, slot: int, lora: LoRA) -> None:
         """As `Backend.load_lora`."""
         self._loras[slot] = lora
-        self._fill_slots()
-
-    def _fill_slots(self) -> None:
-        self._slots = None
-        if self._model is not None and self._loras:
-            self._slots = TorchLoRAs(self._model)
-            for slot, lora in self._loras.items():
-                self._slots.load(slot, lora)
+        self._weights_changed()
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
-        assert self._model is not None, "asleep"
+        assert self._ready is not None, "asleep"
         kv_cache = [cache.layers for cache in self._kv_caches]
-        ops = TorchOps(self._input(batch), kv_cache, self._slots)
-        self._logits = self._model.decoder.forward(ops)
+        ops = TorchOps(self._input(batch), kv_cache, self._ready.slots)
+        self._logits = self._ready.model.decoder.forward(ops)
         self._hidden = ops.hidden_states
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 from trioengine.models.encoder_config import EncoderConfig
 from trioengine.models.encoder_loader import ClassificationHead, EncoderCheckpoint, load_encoder
 from trioengine.models.encoder_torch import TorchEncoder, TorchEncoderOps
-from trioengine.models.loader import ReportFraction
+from trioengine.models.loader import NewTensors, ReportFraction
 from trioengine.models.torch_ops import TorchWeights
 from trioengine.worker.encoder_executor import EncoderBatch
+from trioengine.worker.model_memory import WeightsMemory
+from trioengine.worker.profile import Profile
+from trioengine.worker.torch_profile import TorchProfile
 
 
 def load_torch_encoder_backend(
@@ -27,35 +30,39 @@ def load_torch_encoder_backend(
     torch.set_num_threads(cpu_threads)
     version = checkpoint.version
     model = load_encoder(checkpoint, TorchWeights(), report)
-    return TorchEncoderBackend(model, reload=lambda: load_encoder(version.open(), TorchWeights()))
+    return TorchEncoderBackend(
+        model, reload=lambda tensors: load_encoder(version.open().with_tensors(tensors), TorchWeights())
+    )
 
 
-class TorchEncoderBackend:
+class TorchEncoderBackend(WeightsMemory[TorchEncoder, TorchEncoder]):
     """An encoder of tensors."""
 
-    def __init__(self, model: TorchEncoder, *, reload: Callable[[], TorchEncoder]) -> None:
-        """`reload` reads the same model again."""
+    def __init__(self, model: TorchEncoder, *, reload: Callable[[NewTensors], TorchEncoder]) -> None:
+        """`reload` is as `WeightsMemory` has it."""
         self.config: EncoderConfig = model.config
-        self.head: ClassificationHead | None = model.head
-        self._model: TorchEncoder | None = model
-        self._reload = reload
+        self.head: ClassificationHead | None = None
+        super().__init__(model, reload)
 
-    def drop_weights(self) -> None:
-        """As `EncoderBackend.drop_weights`."""
-        self._model = None
+    def _make_ready(self, model: TorchEncoder) -> TorchEncoder:
+        return model
 
-    def load_weights(self) -> None:
-        """As `EncoderBackend.load_weights`."""
-        self._model = self._model or self._reload()
+    def start_profile(self) -> Profile:
+        """As `Profilable.start_profile`."""
+        return TorchProfile()
+
+    def _weights_changed(self) -> None:
+        if self._ready is not None:
+            self.head = self._ready.head
 
     @torch.inference_mode()
     def compute(self, batch: EncoderBatch) -> NDArray[np.float32]:
         """As `EncoderBackend.compute`."""
-        assert self._model is not None, "asleep"
+        assert self._ready is not None, "asleep"
         ops = TorchEncoderOps(
             token_ids=torch.from_numpy(batch.token_ids).long(),
             positions=torch.from_numpy(batch.positions).long(),
             lengths=np.diff(batch.query_start).tolist(),
             rows=torch.from_numpy(batch.rows).long(),
         )
-        return self._model.encoder.forward(ops).numpy()
+        return self._ready.encoder.forward(ops).numpy()

@@ -11,11 +11,14 @@ from trioengine_kernels.paged_attention import plan_attention
 
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.core.executor import KVCacheGroup
-from trioengine.models.loader import ReportFraction
+from trioengine.models.loader import NewTensors, ReportFraction
 from trioengine.models.torch_ops import DecoderInput
 from trioengine.worker.backend import StepBatch
 from trioengine.worker.kv_cache import TorchKVCache
+from trioengine.worker.model_memory import ModelMemory
+from trioengine.worker.profile import Profile
 from trioengine.worker.sampler import sample_rows
+from trioengine.worker.torch_profile import TorchProfile
 from trioengine.worker.transformers_checkpoint import TransformersCheckpoint
 from trioengine.worker.transformers_model import TransformersModel, load_transformers_model
 
@@ -33,9 +36,9 @@ def load_transformers_backend(
     """
     torch.set_num_threads(config.cpu_threads)
 
-    def reload() -> TransformersModel:
+    def reload(tensors: NewTensors) -> TransformersModel:
         checkpoint.version.check()
-        return load_transformers_model(checkpoint)
+        return load_transformers_model(checkpoint, tensors)
 
     backend = TransformersBackend(
         load_transformers_model(checkpoint),
@@ -48,46 +51,39 @@ def load_transformers_backend(
     return backend
 
 
-class TransformersBackend:
+class TransformersBackend(ModelMemory[TransformersModel, TransformersModel, TorchKVCache]):
     """A model of transformers and its KV cache."""
 
     def __init__(
         self,
         model: TransformersModel,
         *,
-        reload: Callable[[], TransformersModel],
+        reload: Callable[[NewTensors], TransformersModel],
         num_blocks: Sequence[int],
         block_size: int,
     ) -> None:
-        """`reload` reads the same model again; `num_blocks` is for each of its KV groups."""
+        """`reload` is as `WeightsMemory` has it; `num_blocks` is for each of its KV groups."""
         self.vocab_size = model.config.vocab_size
         self.block_size = block_size
         self.kv_cache_groups = [
             KVCacheGroup(number, group.window) for number, group in zip(num_blocks, model.config.kv_groups, strict=True)
         ]
         self._config = model.config
-        self._model: TransformersModel | None = model
-        self._reload = reload
         self._logits = torch.empty(0, self.vocab_size)
-        self._kv_caches: Sequence[TorchKVCache] = ()
-        self.make_kv_cache()
+        super().__init__(model, reload)
 
-    def drop_weights(self) -> None:
-        """As `Memory.drop_weights`."""
-        self._model = None
+    def _make_ready(self, model: TransformersModel) -> TransformersModel:
+        return model
+
+    def start_profile(self) -> Profile:
+        """As `Profilable.start_profile`."""
+        return TorchProfile()
+
+    def _weights_changed(self) -> None:
         self._logits = torch.empty(0, self.vocab_size)
 
-    def load_weights(self) -> None:
-        """As `Memory.load_weights`."""
-        self._model = self._model or self._reload()
-
-    def drop_kv_cache(self) -> None:
-        """As `Memory.drop_kv_cache`."""
-        self._kv_caches = ()
-
-    def make_kv_cache(self) -> None:
-        """As `Memory.make_kv_cache`."""
-        self._kv_caches = self._kv_caches or [
+    def _make_caches(self) -> Sequence[TorchKVCache]:
+        return [
             TorchKVCache(
                 num_blocks=blocks.num_blocks,
                 block_size=self.block_size,
@@ -98,10 +94,6 @@ class TransformersBackend:
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
 
-    def kv_block(self, group: int, block_id: int) -> NDArray[np.generic]:
-        """As `Backend.kv_block`."""
-        return self._kv_caches[group].block(block_id)
-
     def load_lora(self, slot: int, lora: object) -> None:
         """There are no adapters."""
         raise AssertionError("without adapters")
@@ -109,7 +101,7 @@ class TransformersBackend:
     @torch.inference_mode()
     def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`."""
-        assert self._model is not None, "asleep"
+        assert self._ready is not None, "asleep"
         step = DecoderInput(
             token_ids=torch.from_numpy(batch.token_ids).long(),
             positions=torch.from_numpy(batch.positions).long(),
@@ -126,7 +118,7 @@ class TransformersBackend:
             ],
             logit_rows=torch.from_numpy(batch.logit_rows).long(),
         )
-        self._logits = self._model.forward(step, [cache.layers for cache in self._kv_caches])
+        self._logits = self._ready.forward(step, [cache.layers for cache in self._kv_caches])
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """As `Backend.copy_logits`."""

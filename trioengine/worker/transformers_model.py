@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trioengine_kernels.paged_attention import paged_attention, plan_attention
 from trioengine_kernels.write_kv import write_kv
 
+from trioengine.checkpoint.dequantize import dequantize
+from trioengine.checkpoint.safetensors import open_safetensors
+from trioengine.models.loader import NewTensors
+from trioengine.models.source import as_ggml
 from trioengine.models.torch_ops import DecoderInput, LayerKVCache
 from trioengine.worker.transformers_checkpoint import (
     ATTENTION_NAME,
@@ -77,24 +82,31 @@ class TransformersModel:
             self._module.set_attn_implementation(ATTENTION_NAME)
 
 
-def load_transformers_model(checkpoint: TransformersCheckpoint) -> TransformersModel:
+def load_transformers_model(checkpoint: TransformersCheckpoint, tensors: NewTensors | None = None) -> TransformersModel:
     """Read the weights as float32, and compare what the model computes here with what transformers computes.
 
-    The comparison takes as long as 64 tokens of a prompt, and no memory to speak of.
+    The comparison takes as long as 64 tokens of a prompt, and no memory to speak of. `tensors` take the place of those
+    of their names.
 
     Raises:
         CheckpointError: weights are missing, not known, or no safetensors; or results differ.
     """
     path = checkpoint.location.path
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
+        # Where tensors are given, transformers looks for none, and wants the configuration.
+        model_class, given = AutoModelForCausalLM, dict[str, Any]()
+        if tensors:
+            model_class = getattr(transformers, checkpoint.config.architecture)
+            given = {"config": AutoConfig.from_pretrained(path), "state_dict": _state_dict(path, tensors)}
+        loaded: Any = model_class.from_pretrained(
+            None if tensors else path,
             dtype=torch.float32,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **given,
         )
         module, found = loaded
     except Exception as error:  # Whatever transformers makes of a damaged file.
@@ -107,6 +119,13 @@ def load_transformers_model(checkpoint: TransformersCheckpoint) -> TransformersM
     model = TransformersModel(checkpoint.config, prepared(module))
     check_against_transformers(path, model)
     return model
+
+
+def _state_dict(path: Path, tensors: NewTensors) -> dict[str, Tensor]:
+    """All tensors of a folder, with these in place of those of their names."""
+    files = open_safetensors(path)
+    found = {name: as_ggml(path, tensor) for name, tensor in files.items() if name not in tensors}
+    return {name: torch.from_numpy(dequantize(tensor)) for name, tensor in {**found, **tensors}.items()}
 
 
 @torch.inference_mode()

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -90,6 +91,7 @@ class Library:
         self.path = path
         self._dll = ctypes.CDLL(str(path))
         self._arena: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._lock = threading.Lock()  # Weights may be packed by two threads.
 
     def function(self, name: str, result: type | None, *arguments: type) -> Callable[..., int]:
         """Return a C function with its types declared.
@@ -131,14 +133,16 @@ class Library:
             MemoryError: so much is not to be had.
         """
         num_bytes = -(-num_bytes // 64) * 64
-        if num_bytes > len(self._arena):
-            self._arena = _huge_pages(max(num_bytes, _ARENA_BYTES))
-        piece, self._arena = self._arena[:num_bytes], self._arena[num_bytes:]
+        with self._lock:
+            if num_bytes > len(self._arena):
+                self._arena = _huge_pages(max(num_bytes, _ARENA_BYTES))
+            piece, self._arena = self._arena[:num_bytes], self._arena[num_bytes:]
         return piece
 
     def drop_arena(self) -> None:
         """Take the next piece out of a new area, so that the old one is freed when nobody references its pieces."""
-        self._arena = np.empty(0, np.uint8)
+        with self._lock:
+            self._arena = np.empty(0, np.uint8)
 
 
 class ThreadPool:

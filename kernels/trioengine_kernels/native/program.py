@@ -743,6 +743,8 @@ class Program:
         self._num_lora_slots = num_lora_slots
         self._num_positions = num_positions
         self._run = library.function("te_program_run", c_int32, c_void_p, c_void_p, c_void_p)
+        self._run_timed = library.function("te_program_run_timed", c_int32, *[c_void_p] * 4)
+        self.op_names = tuple(c.OpKind(op.kind).name.lower() for op in ops)
         self._destroy = library.function("te_program_destroy", None, c_void_p)
         create = library.function("te_program_create", c_void_p, c_void_p, c_int32)
         self._handle: int | None = create((c.Op * len(ops))(*ops), len(ops))
@@ -754,8 +756,17 @@ class Program:
             self._destroy(self._handle)
             self._handle = None
 
-    def run(self, step: StepArrays, caches: Sequence[KVCache], pool: ThreadPool) -> Floats:
+    def run(
+        self,
+        step: StepArrays,
+        caches: Sequence[KVCache],
+        pool: ThreadPool,
+        times_ns: NDArray[np.int64] | None = None,
+    ) -> Floats:
         """Compute a step and store its keys and values in the caches, one for each KV group.
+
+        `times_ns`, [len(op_names) + 1], gets the time of the monotonic clock at which the first operation begins, and
+        those at which each ends. A step takes a little longer then, and computes the same.
 
         Returns:
             The logits, [num_logit_rows, vocab_size]: a view that the next step overwrites.
@@ -791,7 +802,13 @@ class Program:
             ctypes.addressof(structures),
             None if step.lora_slots is None else _address(step.lora_slots),
         )
-        if not self._run(self._handle, pool.handle, ctypes.addressof(structure)):
+        arguments = self._handle, pool.handle, ctypes.addressof(structure)
+        if times_ns is not None:
+            assert times_ns.shape == (len(self.op_names) + 1,)
+            is_done = self._run_timed(*arguments, times_ns.ctypes.data)
+        else:
+            is_done = self._run(*arguments)
+        if not is_done:
             raise MemoryError("There is no memory for the step.")
         self._hidden_rows = slice(len(step.logit_rows), len(selected_rows))
         return self._logits[: len(step.logit_rows)]

@@ -41,7 +41,7 @@ RULED = SamplingParams(temperature=0.8, repetition_penalty=1.3, presence_penalty
 
 def torch_backend(model: TorchModel) -> Backend:
     return TorchBackend(
-        model, reload=lambda: model, num_blocks=[NUM_BLOCKS] * len(model.config.kv_groups), block_size=BLOCK_SIZE
+        model, reload=lambda _: model, num_blocks=[NUM_BLOCKS] * len(model.config.kv_groups), block_size=BLOCK_SIZE
     )
 
 
@@ -51,7 +51,7 @@ def native_backend(model: TorchModel) -> Backend:
         native_copy(model),
         library,
         ThreadPool(library, 1),
-        reload=lambda: native_copy(model),
+        reload=lambda _: native_copy(model),
         num_blocks=[NUM_BLOCKS] * len(model.config.kv_groups),
         block_size=BLOCK_SIZE,
         max_tokens=256,

@@ -22,7 +22,7 @@ class HeldBackend(TorchBackend):
     """Computes when it is let, and then only if nothing is wrong."""
 
     def __init__(self) -> None:
-        super().__init__(MODEL, reload=lambda: MODEL, num_blocks=[4], block_size=16)
+        super().__init__(MODEL, reload=lambda _: MODEL, num_blocks=[4], block_size=16)
         self.is_let = threading.Event()
         self.error: Exception | None = None
         self.threads: set[str] = set()

@@ -70,7 +70,7 @@ def test_each_group_takes_its_layers_memory() -> None:
 
 
 def torch_backend() -> Backend:
-    return TorchBackend(WINDOWED, reload=lambda: WINDOWED, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return TorchBackend(WINDOWED, reload=lambda _: WINDOWED, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 
 
 def native_backend() -> Backend:
@@ -79,7 +79,7 @@ def native_backend() -> Backend:
         native_copy(WINDOWED),
         library,
         ThreadPool(library, 2),
-        reload=lambda: native_copy(WINDOWED),
+        reload=lambda _: native_copy(WINDOWED),
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         max_tokens=256,

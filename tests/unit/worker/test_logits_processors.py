@@ -73,7 +73,7 @@ def forget_calls() -> None:
 
 
 def torch_backend() -> Backend:
-    return TorchBackend(MODEL, reload=lambda: MODEL, num_blocks=[16], block_size=16)
+    return TorchBackend(MODEL, reload=lambda _: MODEL, num_blocks=[16], block_size=16)
 
 
 def native_backend() -> Backend:
@@ -82,7 +82,7 @@ def native_backend() -> Backend:
         native_copy(MODEL),
         library,
         ThreadPool(library, 1),
-        reload=lambda: native_copy(MODEL),
+        reload=lambda _: native_copy(MODEL),
         num_blocks=[16],
         block_size=16,
         max_tokens=64,

@@ -36,7 +36,7 @@ TOLERANCE = 1e-4
 
 
 def make_torch(max_loras=2):
-    return TorchBackend(MODEL, reload=lambda: MODEL, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
+    return TorchBackend(MODEL, reload=lambda _: MODEL, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
 
 
 def make_native(max_loras=2, num_threads=2):
@@ -45,7 +45,7 @@ def make_native(max_loras=2, num_threads=2):
         model,
         library,
         ThreadPool(library, num_threads),
-        reload=lambda: model,
+        reload=lambda _: model,
         num_blocks=[NUM_BLOCKS],
         block_size=BLOCK_SIZE,
         max_tokens=128,
@@ -155,7 +155,7 @@ def test_rows_of_a_gguf_file_are_in_the_order_of_adapters(tmp_path: Path, loras:
     model = random_model(config)
     write_gguf(tmp_path / "model.gguf", model)
     read = load_torch_model(open_checkpoint(ModelLocation(ModelKind.GGUF, tmp_path / "model.gguf", "tiny")))
-    backend = TorchBackend(read, reload=lambda: read, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
+    backend = TorchBackend(read, reload=lambda _: read, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
     backend.load_lora(1, loras[1])
     batch = Batch(backend, [1], [20])
     batch.step(20)

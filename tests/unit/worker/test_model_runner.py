@@ -41,7 +41,7 @@ MODEL = tiny_model()
 
 
 def torch_backend(model: TorchModel) -> Backend:
-    return TorchBackend(model, reload=lambda: model, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
+    return TorchBackend(model, reload=lambda _: model, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
 
 
 def native_backend(model: TorchModel) -> Backend:
@@ -52,7 +52,7 @@ def native_backend(model: TorchModel) -> Backend:
         native_copy(model),
         library,
         pool,
-        reload=lambda: native_copy(model),
+        reload=lambda _: native_copy(model),
         num_blocks=[NUM_BLOCKS],
         block_size=BLOCK_SIZE,
         max_tokens=512,

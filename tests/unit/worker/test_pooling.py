@@ -78,7 +78,7 @@ def model():
 
 def make_executor(model, kind, num_blocks=NUM_BLOCKS):
     if kind == "torch":
-        backend = TorchBackend(model, reload=lambda: model, num_blocks=[num_blocks], block_size=BLOCK_SIZE)
+        backend = TorchBackend(model, reload=lambda _: model, num_blocks=[num_blocks], block_size=BLOCK_SIZE)
     else:
         library = native_library()
         copy = native_copy(model)
@@ -86,7 +86,7 @@ def make_executor(model, kind, num_blocks=NUM_BLOCKS):
             copy,
             library,
             ThreadPool(library, 2),
-            reload=lambda: copy,
+            reload=lambda _: copy,
             num_blocks=[num_blocks],
             block_size=BLOCK_SIZE,
             max_tokens=64,
@@ -228,7 +228,7 @@ def test_the_prefix_cache_changes_no_vector(model, kind, params):
 def test_an_executor_without_vectors_refuses_them(model):
     core = make_core(model, "torch")
     core.executor = LocalExecutor(
-        TorchBackend(model, reload=lambda: model, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
+        TorchBackend(model, reload=lambda _: model, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE)
     )
     core.handle(0, encode_request(0, [3], PARAMS[0]))
     output = core.take_output(0)

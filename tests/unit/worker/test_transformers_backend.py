@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from trioengine.checkpoint.gguf import GGMLType, GGUFTensor  # noqa: E402
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import EngineConfig  # noqa: E402
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
@@ -269,6 +271,23 @@ def test_weights_are_loaded_again_unless_the_files_have_changed(tmp_path: Path) 
     change_config(location, changed=True)
     with pytest.raises(CheckpointError, match="not what it was"):
         backend.load_weights()
+
+
+def test_new_weights_make_the_model_that_a_folder_with_them_is(tmp_path: Path) -> None:
+    location = write_tiny(tmp_path, "gpt2")
+    checkpoint = open_transformers_checkpoint(location)
+    path = location.path / "model.safetensors"
+    old = load_file(path)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    changed = {name: old[name] + torch.randn(old[name].shape, generator=torch.Generator().manual_seed(1))}
+    tensor = GGUFTensor(name, GGMLType.F32, tuple(old[name].shape), changed[name].numpy().reshape(-1).view(np.uint8))
+    text = torch.arange(11)
+    model = load_transformers_model(checkpoint, {name: tensor})
+    before = load_transformers_model(checkpoint).plain_logits(text)
+    save_file(old | changed, path, {"format": "pt"})
+    after = load_transformers_model(open_transformers_checkpoint(location)).plain_logits(text)
+    assert torch.equal(model.plain_logits(text), after)
+    assert not torch.equal(before, after)
 
 
 def test_our_own_decoder_comes_first(tmp_path: Path) -> None:

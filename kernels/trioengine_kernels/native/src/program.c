@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "program.h"
 
@@ -550,7 +551,7 @@ static int prepare_attention(TeProgram *program)
 }
 
 /* Returns 0 where memory for the step is not to be had. */
-TE_API int32_t te_program_run(TeProgram *program, TePool *pool, const TeStep *step)
+static int32_t prepare_step(TeProgram *program, TePool *pool, const TeStep *step)
 {
     program->num_threads = te_pool_num_threads(pool);
     program->step = *step;
@@ -558,6 +559,42 @@ TE_API int32_t te_program_run(TeProgram *program, TePool *pool, const TeStep *st
         return 0;
     for (int32_t op = 0; op < program->num_ops; op++)
         program->chunks[op] = num_chunks(program, &program->ops[op]);
+    return 1;
+}
+
+TE_API int32_t te_program_run(TeProgram *program, TePool *pool, const TeStep *step)
+{
+    if (!prepare_step(program, pool, step))
+        return 0;
     te_pool_run(pool, run_chunk, program, program->num_ops, program->chunks);
+    return 1;
+}
+
+typedef struct {
+    TeProgram *program;
+    int32_t op;
+} SingleOp;
+
+static void run_single(void *context, int32_t index, int32_t chunk, int32_t thread)
+{
+    (void)index;
+    const SingleOp *single = context;
+    run_chunk(single->program, single->op, chunk, thread);
+}
+
+/* The same, one operation after the other, which costs some microseconds each: `ns` gets the time before the first
+ * and after each, num_ops + 1 numbers. */
+TE_API int32_t te_program_run_timed(TeProgram *program, TePool *pool, const TeStep *step, int64_t *ns)
+{
+    if (!prepare_step(program, pool, step))
+        return 0;
+    for (int32_t op = 0; op <= program->num_ops; op++) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        ns[op] = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+        SingleOp single = {program, op};
+        if (op < program->num_ops)
+            te_pool_run(pool, run_single, &single, 1, program->chunks + op);
+    }
     return 1;
 }
