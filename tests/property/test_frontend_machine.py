@@ -6,7 +6,6 @@ The front end under test talks with a core that is a table; messages wait both w
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from unittest import mock
 
 import attrs
 from hypothesis import settings
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trioengine.errors import EngineGenerateError, TrioEngineError
-from trioengine.frontend import frontend as frontend_module
 from trioengine.frontend.frontend import AddedRequest, Frontend
 from trioengine.frontend.input_processor import InputProcessor
 from trioengine.frontend.logprobs import LogprobEntry
@@ -75,8 +73,9 @@ class Reader:
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
         logprobs: Sequence[LogprobEntry] = (),
+        index: int = 0,
     ) -> None:
-        del stop_reason
+        del stop_reason, index
         assert not self.is_over
         assert set(token_ids) <= {FIRST_WORD + self.number}
         assert len(logprobs) == (len(token_ids) if self.has_logprobs else 0)
@@ -86,6 +85,9 @@ class Reader:
         self.token_ids.extend(token_ids)
         self.texts.append(text)
         self.finish_reason = finish_reason
+
+    def put_weight_version(self, version: str) -> None:
+        assert not self.is_over
 
     def fail(self, error: TrioEngineError) -> None:
         assert not self.is_over
@@ -119,9 +121,7 @@ class FrontendMachine(RuleBasedStateMachine):
     @initialize(slice_rows=st.integers(1, 3))
     def start(self, slice_rows: int) -> None:
         """Slices are small, so that much happens between them."""
-        self.patch = mock.patch.object(frontend_module, "OUTPUT_SLICE_ROWS", slice_rows)
-        self.patch.start()
-        self.frontend = Frontend()
+        self.frontend = Frontend(chunk_size=slice_rows)
         self.readers: list[Reader] = []
         self.to_core: deque[bytes] = deque()
         self.running: dict[int, Running] = {}
@@ -159,12 +159,12 @@ class FrontendMachine(RuleBasedStateMachine):
         added = self.frontend.add(PROCESSOR.process(GenerateRequest(prompt, sampling, request_id=external_id)), reader)
         reader.added = added
         self.readers.append(reader)
-        slot = added.message.slot
+        slot = added.messages[0].slot
         assert slot not in self.reserved
         self.reserved[slot] = reader
         self.most_reserved = max(self.most_reserved, len(self.reserved))
         assert slot < self.most_reserved  # The table is no larger than what was ever open at once.
-        self.to_core.append(encode(added.message))
+        self.to_core.append(encode(added.messages[0]))
 
     @rule(external_id=EXTERNAL_IDS)
     def abort(self, external_id: str) -> None:
@@ -212,8 +212,7 @@ class FrontendMachine(RuleBasedStateMachine):
     @rule()
     def send_aborts(self) -> None:
         """The shell's turn."""
-        aborts = self.frontend.take_aborts()
-        if aborts is not None:
+        for _, aborts in self.frontend.take_aborts():
             self.to_core.append(encode(aborts))
 
     @precondition(lambda self: self.to_core)
@@ -282,7 +281,7 @@ class FrontendMachine(RuleBasedStateMachine):
         if self.slices is None:
             message = decode(self.from_core.popleft())
             assert isinstance(message, StepOutput)
-            self.slices = self.frontend.receive(message)
+            self.slices = self.frontend.receive(0, message)
             self.ending = tuple(finished.slot for finished in message.finished)
         if next(self.slices, self) is self:
             self.slices = None
@@ -304,12 +303,6 @@ class FrontendMachine(RuleBasedStateMachine):
         """Everything comes to its end, and nothing is left."""
         if not hasattr(self, "frontend"):
             return
-        try:
-            self._finish()
-        finally:
-            self.patch.stop()
-
-    def _finish(self) -> None:
         while self.reserved or self.to_core:
             self.send_aborts()
             if self.to_core:
@@ -323,7 +316,7 @@ class FrontendMachine(RuleBasedStateMachine):
         assert not self.to_core
         assert not self.frontend.has_aborts
         self.books_are_right()
-        assert self.frontend._slots_by_external_id == {}
+        assert self.frontend._parents_by_external_id == {}
         for reader in self.readers:
             self._check(reader)
 

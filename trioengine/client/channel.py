@@ -12,7 +12,7 @@ import trio
 
 from trioengine.errors import TrioEngineError
 from trioengine.frontend.logprobs import LogprobEntry
-from trioengine.frontend.pending_output import PendingOutput
+from trioengine.frontend.pending_output import AnyPendingOutput, new_pending_output, next_pending_output
 from trioengine.types.output import FinishReason
 
 
@@ -24,16 +24,23 @@ class CoalescingChannel:
     marked it as taken, with no await between.
     """
 
-    def __init__(self, *, is_final_only: bool = False) -> None:
-        """With `is_final_only` everything is held until the end, and the reader is woken once."""
-        self._send, self._receive = trio.open_memory_channel[PendingOutput](1)
-        self._last: PendingOutput | None = None
+    def __init__(self, *, n: int = 1, is_final_only: bool = False) -> None:
+        """For a request of `n` answers, which end one by one.
+
+        With `is_final_only` everything is held until the end, and the reader is woken once.
+        """
+        self._send, self._receive = trio.open_memory_channel[AnyPendingOutput](1)
+        self._last = new_pending_output(n)
         self._is_delivered = False
         self._is_final_only = is_final_only
 
     def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
         """Keep what became known of the prompt for the first output."""
         self._pending().put_prompt(num_cached_tokens, logprobs)
+
+    def put_weight_version(self, version: str) -> None:
+        """Keep whose weights compute what comes next."""
+        self._pending().put_weight_version(version)
 
     def put(
         self,
@@ -42,9 +49,10 @@ class CoalescingChannel:
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
         logprobs: Sequence[LogprobEntry] = (),
+        index: int = 0,
     ) -> None:
-        """Give the reader new output; with a `finish_reason`, the last."""
-        self._pending().put(text, token_ids, finish_reason, stop_reason, logprobs)
+        """Give the reader new output; with a `finish_reason`, the last of this answer."""
+        self._pending().put(text, token_ids, finish_reason, stop_reason, logprobs, index)
         self._deliver()
 
     def fail(self, error: TrioEngineError) -> None:
@@ -52,7 +60,7 @@ class CoalescingChannel:
         self._pending().fail(error)
         self._deliver()
 
-    async def receive(self) -> PendingOutput:
+    async def receive(self) -> AnyPendingOutput:
         """Wait for output. A cancelled call takes nothing.
 
         Raises:
@@ -66,18 +74,17 @@ class CoalescingChannel:
         """The reader leaves. Later output is dropped."""
         self._receive.close()
 
-    def _pending(self) -> PendingOutput:
+    def _pending(self) -> AnyPendingOutput:
         """The object that new output goes into: the one not taken yet, else a new one."""
         last = self._last
-        if last is None or last.is_taken:
-            self._last = last = PendingOutput()
+        if last.is_taken:
+            self._last = last = next_pending_output(last)
             self._is_delivered = False
         return last
 
     def _deliver(self) -> None:
         """Send the newest object unless it is on its way already, or held because more follows."""
         last = self._last
-        assert last is not None
         if not self._is_delivered and (last.is_last or not self._is_final_only):
             self._is_delivered = True
             # The object before was taken, so the buffer is empty: this never raises WouldBlock. A reader that has left

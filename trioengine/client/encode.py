@@ -24,14 +24,24 @@ class EncodeOwner(Protocol):
         """Raises `EngineDeadError` when no request can be started."""
         ...
 
-    def start_encode(self, processed: ProcessedEncodeRequest, sink: PoolingSink) -> Callable[[], None]:
-        """Register and send a request; the result, called once, aborts what is unfinished. Does not wait."""
+    def check_admission(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Raises `UnavailableError` when the engine is too full for a request more."""
+        ...
+
+    def start_encode(
+        self, processed: ProcessedEncodeRequest, sink: PoolingSink, *, waited_s: float
+    ) -> Callable[[], None]:
+        """Register and send a request that has been here for so long; the result, called once, aborts what is
+        unfinished. Does not wait.
+        """
         ...
 
 
 async def encode(owner: EncodeOwner, request: EncodeRequest) -> PoolingOutput:
     """The vectors of a prompt; see `client.interface.EngineClient.encode` for what it promises."""
     owner.check_health()
+    owner.check_admission()
+    entered_s = trio.current_time()
     processor = owner.input_processor
     if processor.is_long(request):
         # The tokenizer lets other threads run, so a long prompt holds nobody up.
@@ -41,7 +51,7 @@ async def encode(owner: EncodeOwner, request: EncodeRequest) -> PoolingOutput:
         await trio.lowlevel.checkpoint()
     place = _Place()
     # Nothing awaits between: either the request is registered and will be left, or neither.
-    leave = owner.start_encode(processed, place)
+    leave = owner.start_encode(processed, place, waited_s=trio.current_time() - entered_s)
     try:
         return await place.wait()
     finally:

@@ -12,7 +12,7 @@ from trioengine.config.engine import EngineConfig
 from trioengine.errors import TrioEngineError
 from trioengine.frontend.frontend import Frontend
 from trioengine.frontend.input_processor import InputProcessor
-from trioengine.frontend.pending_output import OutputBuilder, PendingOutput
+from trioengine.frontend.pending_output import new_pending_output, output_builder
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.transport.zmq_blocking import poll
 from trioengine.types.messages import ToCore
@@ -118,7 +118,7 @@ class LLM:
         ]
         places = [_PoolingPlace() for _ in processed]
         pairs = zip(processed, places, strict=True)
-        self._run_core(lambda: [self._frontend.add_encode(*pair).message for pair in pairs], places)
+        self._run_core(lambda: [each for pair in pairs for each in self._frontend.add_encode(*pair).messages], places)
         return [cast(PoolingOutput, place.output) for place in places]
 
     def embed(
@@ -146,11 +146,11 @@ class LLM:
 
     def _run(self, requests: Sequence[GenerateRequest]) -> list[RequestOutput]:
         processed = [self._input_processor.process(request) for request in requests]
-        pending = [PendingOutput() for _ in processed]
+        pending = [new_pending_output(each.sampling.n) for each in processed]
         pairs = zip(processed, pending, strict=True)
-        self._run_core(lambda: [self._frontend.add(*pair).message for pair in pairs], pending)
+        self._run_core(lambda: [each for pair in pairs for each in self._frontend.add(*pair).messages], pending)
         return [
-            OutputBuilder(each, is_cumulative=False).build(sink) for each, sink in zip(processed, pending, strict=True)
+            output_builder(each, is_cumulative=False).build(sink) for each, sink in zip(processed, pending, strict=True)
         ]
 
     def _run_core(self, register: Callable[[], Iterable[ToCore]], sinks: Sequence["_Sink"]) -> None:
@@ -177,13 +177,12 @@ class LLM:
         """Carry the core's output to the front end and the front end's aborts to the core until there is neither."""
         core, frontend = self._built.core, self._frontend
         while True:
-            aborts = frontend.take_aborts()
-            if aborts is not None:
+            for _, aborts in frontend.take_aborts():
                 core.handle(_CLIENT, aborts)
             output = core.take_output(_CLIENT)
             if output is None:
                 return
-            for _ in frontend.receive(output):
+            for _ in frontend.receive(0, output):
                 pass
 
 

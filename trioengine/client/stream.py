@@ -10,7 +10,7 @@ import trio
 from trioengine.client.channel import CoalescingChannel
 from trioengine.errors import EngineClosedError, TrioEngineError
 from trioengine.frontend.input_processor import InputProcessor, ProcessedRequest
-from trioengine.frontend.pending_output import OutputBuilder
+from trioengine.frontend.pending_output import OutputBuilder, ParallelOutputBuilder, output_builder
 from trioengine.types.output import RequestOutput
 from trioengine.types.params import RequestOutputKind
 from trioengine.types.request import GenerateRequest
@@ -30,8 +30,16 @@ class RequestOwner(Protocol):
         """Raises `EngineDeadError` when no request can be started."""
         ...
 
-    def start(self, processed: ProcessedRequest, channel: CoalescingChannel) -> "Callable[[], None]":
-        """Register and send a request; the result, called once, aborts what is unfinished. Does not wait."""
+    def check_admission(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Raises `UnavailableError` when the engine is too full for so many answers more."""
+        ...
+
+    def start(
+        self, processed: ProcessedRequest, channel: CoalescingChannel, *, waited_s: float
+    ) -> "Callable[[], None]":
+        """Register and send a request that has been here for so long; the result, called once, aborts what is
+        unfinished. Does not wait.
+        """
         ...
 
 
@@ -41,10 +49,9 @@ class RequestStream:
     def __init__(self, owner: RequestOwner, request: GenerateRequest) -> None:
         self._owner = owner
         self._request = request
-        is_final_only = request.sampling.output_kind is RequestOutputKind.FINAL_ONLY
-        self._channel = CoalescingChannel(is_final_only=is_final_only)
+        self._channel: CoalescingChannel | None = None
         self._processed: ProcessedRequest | None = None
-        self._builder: OutputBuilder | None = None
+        self._builder: OutputBuilder | ParallelOutputBuilder | None = None
         self._leave: Callable[[], None] | None = None
         self._error: TrioEngineError | None = None
 
@@ -63,6 +70,10 @@ class RequestStream:
             raise RuntimeError("A request stream is entered once; call generate() again.")
         owner = self._owner
         owner.check_health()
+        entered_s = trio.current_time()
+        n = self._request.sampling.n
+        # What `n` is, is checked below; whether there is room, before any work.
+        owner.check_admission(n if type(n) is int else 1)
         if owner.input_processor.is_long(self._request):
             # The tokenizer lets other threads run, so a long prompt holds nobody up.
             processed = await trio.to_thread.run_sync(
@@ -72,16 +83,19 @@ class RequestStream:
             processed = owner.input_processor.process(self._request)
             await trio.lowlevel.checkpoint()
         # From here to the end nothing awaits: either the request is registered and will be left, or neither.
-        self._leave = owner.start(processed, self._channel)
+        kind = processed.sampling.output_kind
+        channel = CoalescingChannel(n=processed.sampling.n, is_final_only=kind is RequestOutputKind.FINAL_ONLY)
+        self._leave = owner.start(processed, channel, waited_s=trio.current_time() - entered_s)
+        self._channel = channel
         self._processed = processed
-        is_cumulative = processed.sampling.output_kind is RequestOutputKind.CUMULATIVE
-        self._builder = OutputBuilder(processed, is_cumulative=is_cumulative)
+        self._builder = output_builder(processed, is_cumulative=kind is RequestOutputKind.CUMULATIVE)
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
     ) -> None:
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
         if self._leave is not None:
             self._leave()
 
@@ -89,22 +103,22 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        builder = self._builder
-        if builder is None:
+        builder, channel = self._builder, self._channel
+        if builder is None or channel is None:
             raise RuntimeError(_NOT_ENTERED)
         if self._error is not None:
             await trio.lowlevel.checkpoint()
             # A copy, so that tracebacks of several requests and attempts do not pile up on one object.
             raise attrs.evolve(self._error)
         try:
-            pending = await self._channel.receive()
+            pending = await channel.receive()
         except trio.EndOfChannel:
             raise StopAsyncIteration from None
         except trio.ClosedResourceError:
             raise EngineClosedError("The stream was read after its block was left.") from None
         if pending.error is not None:
             self._error = pending.error
-            if not pending.token_ids and not pending.texts:
+            if not pending.has_output:
                 raise attrs.evolve(pending.error)
         return builder.build(pending)
 

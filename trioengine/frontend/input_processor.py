@@ -2,7 +2,7 @@
 
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType
 
 import attrs
@@ -14,7 +14,16 @@ from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import ModelFacts
 from trioengine.types.params import SamplingParams, check_text
 from trioengine.types.pooling import EncodePrompt, EncodeRequest, PoolingParams, PoolingTask, TextPairPrompt
-from trioengine.types.request import MAX_LORA_NAME_CHARS, ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokensPrompt
+from trioengine.types.request import (
+    MAX_LORA_NAME_CHARS,
+    ChatPrompt,
+    Deadlines,
+    GenerateRequest,
+    KVHints,
+    Prompt,
+    TextPrompt,
+    TokensPrompt,
+)
 
 MAX_CACHE_SALT_CHARS = 256
 LONG_PROMPT_CHARS = 16_384
@@ -38,6 +47,13 @@ class ProcessedRequest:
     cache_salt: str | None = attrs.field(default=None, repr=False)
     lora: str | None = None
     reasoning_ended: bool | None = None
+    data_parallel_rank: int | None = None
+    session_id: str | None = None
+    deadlines: Deadlines = attrs.field(factory=Deadlines)
+    trace_headers: Mapping[str, str] | None = None
+    kv_hints: KVHints | None = None
+    prompt_text: str | None = attrs.field(default=None, repr=False)
+    """The text that the tokens are of, where it is known."""
     warnings: tuple[str, ...] = ()
     """What was changed to make the request fit, for the caller to be told."""
 
@@ -55,6 +71,10 @@ class ProcessedEncodeRequest:
     priority: int = 0
     cache_salt: str | None = attrs.field(default=None, repr=False)
     lora: str | None = None
+    data_parallel_rank: int | None = None
+    session_id: str | None = None
+    deadlines: Deadlines = attrs.field(factory=Deadlines)
+    trace_headers: Mapping[str, str] | None = None
 
 
 @attrs.frozen
@@ -100,6 +120,11 @@ class InputProcessor:
             cache_salt=request.cache_salt,
             lora=request.lora,
             reasoning_ended=request.reasoning_ended,
+            data_parallel_rank=request.data_parallel_rank,
+            session_id=request.session_id,
+            deadlines=request.deadlines,
+            trace_headers=request.trace_headers,
+            kv_hints=request.kv_hints,
             warnings=warnings,
         )
 
@@ -132,6 +157,10 @@ class InputProcessor:
             priority=request.priority,
             cache_salt=request.cache_salt,
             lora=request.lora,
+            data_parallel_rank=request.data_parallel_rank,
+            session_id=request.session_id,
+            deadlines=request.deadlines,
+            trace_headers=request.trace_headers,
         )
 
     def is_long(self, request: GenerateRequest | EncodeRequest) -> bool:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from trioengine.errors import EngineGenerateError, TrioEngineError
 from trioengine.frontend.input_processor import ProcessedEncodeRequest
 from trioengine.frontend.logprobs import LogprobEntry
+from trioengine.frontend.parent_request import ParentRequest
 from trioengine.types.messages import Finished, PooledOutput, unpack_int32
 from trioengine.types.output import FinishReason
 from trioengine.types.pooling import PoolingOutput
@@ -29,19 +30,30 @@ class PoolingSink(Protocol):
 class PoolingState:
     """As `RequestState`, for vectors."""
 
-    __slots__ = ("_data", "_num_cached_tokens", "_processed", "_sink", "slot")
+    __slots__ = (
+        "_data",
+        "_num_cached_tokens",
+        "_processed",
+        "_sink",
+        "is_queued",
+        "is_registered",
+        "last_row_s",
+        "num_tokens",
+        "parent",
+        "slot",
+    )
 
-    def __init__(self, slot: int, processed: ProcessedEncodeRequest, sink: PoolingSink) -> None:
-        self.slot = slot
+    def __init__(self, processed: ProcessedEncodeRequest, parent: ParentRequest, sink: PoolingSink) -> None:
+        self.slot = -1  # `Frontend` gives it one.
+        self.parent = parent
+        self.num_tokens = 0
+        self.last_row_s: float | None = None
+        self.is_registered = True
+        self.is_queued = True
         self._processed = processed
         self._sink: PoolingSink | None = sink
         self._data: NDArray[np.float32] | None = None
         self._num_cached_tokens = 0
-
-    @property
-    def external_id(self) -> str:
-        """The caller's name for it."""
-        return self._processed.external_id
 
     @property
     def is_open(self) -> bool:
@@ -55,6 +67,9 @@ class PoolingState:
 
     def receive_logprobs(self, logprobs: Sequence[LogprobEntry]) -> None:
         """None come."""
+
+    def receive_weight_version(self, version: str) -> None:
+        """Vectors do not say it."""
 
     def receive_pooled(self, data: NDArray[np.float32]) -> None:
         """Take the vectors, which the request's end follows."""
@@ -88,6 +103,10 @@ class PoolingState:
 
     def drop(self) -> None:
         """End because nobody waits any more."""
+        self._sink = None
+
+    def give_up(self) -> None:
+        """It is the only one, so this never happens."""
         self._sink = None
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from trioengine.errors import TrioEngineError
 from trioengine.frontend.input_processor import ProcessedRequest
 from trioengine.frontend.logprobs import LogprobEntry
+from trioengine.frontend.parent_request import ParentRequest
 from trioengine.frontend.sink import Sink
 from trioengine.tokenizer.detokenizer import IncrementalDetokenizer
 from trioengine.tokenizer.stop_matcher import StopMatcher
@@ -13,29 +14,32 @@ from trioengine.types.output import FinishReason
 
 
 class RequestState:
-    """Detokenizes a request's tokens, finds its stop strings and tells its sink.
-
-    It ends once: by the core's `Finished`, by a stop string, or by one of `end`, `fail` and `drop`. After that every
-    call does nothing, so what the core sent before it heard of the end is ignored.
-    """
+    """One answer: detokenizes its tokens, finds its stop strings and tells its sink (a `parent_request.Child`)."""
 
     __slots__ = (
         "_detokenizer",
         "_hides_end_token",
         "_logprobs",
-        "_num_tokens",
         "_num_untested_tokens",
         "_sink",
         "_stop_matcher",
         "_stops",
-        "external_id",
+        "is_queued",
+        "is_registered",
+        "last_row_s",
+        "num_tokens",
+        "parent",
         "slot",
     )
 
-    def __init__(self, slot: int, processed: ProcessedRequest, sink: Sink) -> None:
+    def __init__(self, processed: ProcessedRequest, parent: ParentRequest, sink: Sink) -> None:
         sampling = processed.sampling
-        self.slot = slot
-        self.external_id = processed.external_id
+        self.slot = -1  # `Frontend` gives it one.
+        self.parent = parent
+        self.num_tokens = 0
+        self.last_row_s: float | None = None
+        self.is_registered = True
+        self.is_queued = True
         self._sink: Sink | None = sink
         self._detokenizer: IncrementalDetokenizer | None = None
         if sampling.detokenize:
@@ -50,7 +54,6 @@ class RequestState:
             )
         self._logprobs: list[LogprobEntry] | None = None if sampling.logprobs is None else []
         """Of tokens that come next; None where none were asked for."""
-        self._num_tokens = 0
         # The token that reaches `min_tokens` is the first whose text may hold a stop string.
         self._num_untested_tokens = max(0, sampling.min_tokens - 1)
         self._hides_end_token = not sampling.include_stop_str_in_output
@@ -70,11 +73,16 @@ class RequestState:
         if self._logprobs is not None:
             self._logprobs.extend(logprobs)
 
+    def receive_weight_version(self, version: str) -> None:
+        """What comes from now on was computed with these weights."""
+        if self._sink is not None:
+            self._sink.put_weight_version(version)
+
     def receive(self, token_ids: Sequence[int], finished: Finished | None) -> bool:
         """Take the tokens of one row, and the core's last word if it came with them.
 
         Returns:
-            Whether a stop string ended the request: the core must be told, unless it has ended it too.
+            Whether a stop string ended it: the core must be told, unless it has ended it too.
 
         Raises:
             ValueError: log probabilities of a token were asked for and are not there. Nothing was shown.
@@ -88,11 +96,14 @@ class RequestState:
         if has_end_token and self._hides_end_token:
             last_shown -= 1  # The end token is reported, but its text is not shown.
         parts: list[str] = []
+        num_tokens = self.num_tokens
+        self.num_tokens = num_tokens + len(token_ids)
         for position, token_id in enumerate(token_ids):
-            stop = self._feed(token_id, parts) if position < last_shown else None
+            stop = self._feed(token_id, num_tokens + position, parts) if position < last_shown else None
             if stop is not None:
                 self._sink = None
                 end = position + 1
+                self.num_tokens = num_tokens + end
                 sink.put("".join(parts), token_ids[:end], FinishReason.STOP, stop, logprobs[:end])
                 return True
         if finished is None:
@@ -115,26 +126,29 @@ class RequestState:
 
     def fail(self, error: TrioEngineError) -> None:
         """End with an error, which comes after the text held back for a stop string."""
+        sink = self._sink
+        if sink is not None:
+            self.give_up()
+            sink.fail(error)
+
+    def give_up(self) -> None:
+        """End because another answer has failed, which tells the reader; text held back is shown before."""
         sink, self._sink = self._sink, None
-        if sink is None:
-            return
         # The detokenizer is not asked: it may be what failed.
         held = self._stop_matcher.flush() if self._stop_matcher is not None else ""
-        if held:
+        if held and sink is not None:
             sink.put(held, ())
-        sink.fail(error)
 
     def drop(self) -> None:
         """End because nobody waits any more."""
         self._sink = None
 
-    def _feed(self, token_id: int, parts: list[str]) -> str | None:
+    def _feed(self, token_id: int, num_before: int, parts: list[str]) -> str | None:
         """Add the text of one token that may be shown to `parts`; the stop string it completes, if one."""
-        self._num_tokens += 1
         if self._detokenizer is None:
             return None
         text = self._detokenizer.feed(token_id)
-        if self._stop_matcher is None or self._num_tokens <= self._num_untested_tokens:
+        if self._stop_matcher is None or num_before < self._num_untested_tokens:
             parts.append(text)
             return None
         result = self._stop_matcher.feed(text)

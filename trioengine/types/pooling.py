@@ -4,6 +4,7 @@ Names are vLLM's. Rules that need the model are checked by `PoolingFacts.complet
 """
 
 import enum
+from collections.abc import Mapping
 from types import NoneType
 
 import attrs
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trioengine.errors import RequestError
-from trioengine.types.request import ChatPrompt, TextPrompt, TokensPrompt, prompt_of
+from trioengine.types.request import ChatPrompt, Deadlines, TextPrompt, TokensPrompt, prompt_of
 
 
 class PoolingTask(enum.StrEnum):
@@ -161,6 +162,14 @@ class EncodeRequest:
     truncate_prompt_tokens: int | None = None
     """A longer text loses tokens at its end until so many are left; -1 is as many as the model takes. None refuses a
     text that is too long."""
+    data_parallel_rank: int | None = None
+    """The core that computes it; None lets the load decide."""
+    session_id: str | None = None
+    """As `GenerateRequest.session_id`."""
+    deadlines: Deadlines = attrs.field(factory=Deadlines)
+    """Of these, `total_s` and `queue_s` have a meaning."""
+    trace_headers: Mapping[str, str] | None = None
+    """As `GenerateRequest.trace_headers`."""
 
 
 @attrs.frozen(eq=False)

@@ -14,10 +14,11 @@ from trioengine.errors import (
     RequestError,
     TrioEngineError,
 )
-from trioengine.frontend.frontend import OUTPUT_SLICE_ROWS, AddedRequest, Frontend, PendingCall
+from trioengine.frontend.frontend import AddedRequest, Frontend, PendingCall
 from trioengine.frontend.input_processor import InputProcessor
 from trioengine.frontend.logprobs import LogprobEntry
-from trioengine.frontend.pending_output import PendingOutput
+from trioengine.frontend.pending_output import ParallelPendingOutput, PendingOutput, new_pending_output
+from trioengine.observability.stats import FinishedRequestStats, IterationStats
 from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.codec import decode, encode, encode_reply, error_to_data
 from trioengine.types.messages import (
@@ -36,17 +37,20 @@ from trioengine.types.messages import (
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
-from trioengine.types.request import GenerateRequest
+from trioengine.types.request import Deadlines, GenerateRequest
 
 TOKENIZER = FakeTokenizer()
 PROCESSOR = InputProcessor(TOKENIZER, ModelFacts(1000, TOKENIZER.vocab_size, (TOKENIZER.end_token_id,)))
 
 
+SLICE_ROWS = 16
+
+
 class Front:
     """A front end, and the numbering of its core's outputs."""
 
-    def __init__(self) -> None:
-        self.frontend = Frontend()
+    def __init__(self, **options: Any) -> None:
+        self.frontend = Frontend(chunk_size=SLICE_ROWS, **options)
         self.sequence = 0
 
     def add(
@@ -64,7 +68,7 @@ class Front:
             self.sequence,
             0,
             0.0,
-            slots=pack_int32([added.message.slot for added, _ in rows]),
+            slots=pack_int32([added.messages[0].slot for added, _ in rows]),
             tokens=pack_int32([token for row in tokens for token in row]),
             counts=b"" if all(len(row) == 1 for row in tokens) else pack_int32([len(row) for row in tokens]),
             finished=tuple(finished),
@@ -75,16 +79,15 @@ class Front:
 
     def step(self, *rows: tuple[AddedRequest, str], finished: Sequence[Finished] = (), **others: Any) -> int:
         """Deliver a step; the number of times that others may run meanwhile."""
-        return len(list(self.frontend.receive(self.step_message(rows, finished, **others))))
+        return len(list(self.frontend.receive(0, self.step_message(rows, finished, **others))))
 
     def aborted_slots(self) -> tuple[int, ...]:
-        aborts = self.frontend.take_aborts()
-        return () if aborts is None else aborts.slots
+        return tuple(slot for _, aborts in self.frontend.take_aborts() for slot in aborts.slots)
 
 
 def columns(*tokens: tuple[AddedRequest, str]) -> LogprobColumns:
     """An entry for each character: its log probability is 0, and no other's is told."""
-    pairs = [(added.message.slot, token_id) for added, text in tokens for token_id in TOKENIZER.encode(text)]
+    pairs = [(added.messages[0].slot, token_id) for added, text in tokens for token_id in TOKENIZER.encode(text)]
     ones = pack_int32([1] * len(pairs))
     return LogprobColumns(
         slots=pack_int32([slot for slot, _ in pairs]),
@@ -101,7 +104,7 @@ def spelled(entries: Sequence[LogprobEntry]) -> str:
 
 
 def length(added: AddedRequest) -> Finished:
-    return Finished(added.message.slot, FinishReason.LENGTH)
+    return Finished(added.messages[0].slot, FinishReason.LENGTH)
 
 
 @pytest.fixture
@@ -113,14 +116,18 @@ def test_a_request_travels_whole(front: Front) -> None:
     sampling = SamplingParams(max_tokens=7, seed=5)
     request = GenerateRequest("abc", sampling, priority=-1, cache_salt="mine", lora="b", reasoning_ended=False)
     added = front.frontend.add(PROCESSOR.process(request), PendingOutput())
-    message = decode(encode(added.message))
-    assert message == added.message
-    assert unpack_int32(added.message.prompt_token_ids).tolist() == [97, 98, 99]
-    assert added.message.sampling.max_tokens == 7
-    assert added.message.seed == 5
-    assert added.message.eos_token_ids == (TOKENIZER.end_token_id,)
-    assert (added.message.priority, added.message.cache_salt, added.message.reasoning_ended) == (-1, "mine", False)
-    assert added.message.lora == "b"
+    message = decode(encode(added.messages[0]))
+    assert message == added.messages[0]
+    assert unpack_int32(added.messages[0].prompt_token_ids).tolist() == [97, 98, 99]
+    assert added.messages[0].sampling.max_tokens == 7
+    assert added.messages[0].seed == 5
+    assert added.messages[0].eos_token_ids == (TOKENIZER.end_token_id,)
+    assert (added.messages[0].priority, added.messages[0].cache_salt, added.messages[0].reasoning_ended) == (
+        -1,
+        "mine",
+        False,
+    )
+    assert added.messages[0].lora == "b"
 
 
 def test_rows_reach_their_requests(front: Front) -> None:
@@ -139,13 +146,13 @@ def test_rows_reach_their_requests(front: Front) -> None:
 def test_two_live_requests_with_one_id_get_their_own_text_and_end_together_when_aborted(front: Front) -> None:
     """Case 2 (vllm 10583)."""
     (a, a_sink), (b, b_sink), (other, other_sink) = front.add("same"), front.add("same"), front.add("other")
-    assert a.message.request_id != b.message.request_id
+    assert a.messages[0].request_id != b.messages[0].request_id
     front.step((a, "a"), (b, "b"))
     assert (a_sink.texts, b_sink.texts) == (["a"], ["b"])
     front.frontend.abort("same")
     assert a_sink.finish_reason is b_sink.finish_reason is FinishReason.ABORT
     assert other_sink.finish_reason is None
-    assert sorted(front.aborted_slots()) == [a.message.slot, b.message.slot]
+    assert sorted(front.aborted_slots()) == [a.messages[0].slot, b.messages[0].slot]
     assert front.frontend.num_open_requests == 1
     front.step((other, "x"), finished=[length(other)])
     assert other_sink.texts == ["x"]
@@ -155,7 +162,7 @@ def test_one_of_two_with_one_id_may_finish_before_the_other_is_aborted(front: Fr
     (a, _), (b, b_sink) = front.add("same"), front.add("same")
     front.step((a, "a"), finished=[length(a)])
     front.frontend.abort("same")
-    assert front.aborted_slots() == (b.message.slot,)
+    assert front.aborted_slots() == (b.messages[0].slot,)
     assert b_sink.finish_reason is FinishReason.ABORT
 
 
@@ -164,11 +171,11 @@ def test_abort_and_the_same_id_at_once(front: Front) -> None:
     old, old_sink = front.add("x")
     front.frontend.abort("x")
     new, new_sink = front.add("x")
-    assert new.message.slot != old.message.slot
+    assert new.messages[0].slot != old.messages[0].slot
     front.step((old, "o"), (new, "n"))
     assert old_sink.texts == []
     assert new_sink.texts == ["n"]
-    assert front.aborted_slots() == (old.message.slot,)
+    assert front.aborted_slots() == (old.messages[0].slot,)
 
 
 def test_abort_twice_after_the_end_and_of_strangers_does_nothing(front: Front) -> None:
@@ -177,9 +184,9 @@ def test_abort_twice_after_the_end_and_of_strangers_does_nothing(front: Front) -
     front.frontend.abort("x")
     front.frontend.abort("x")
     front.frontend.abort("stranger")
-    assert front.aborted_slots() == (added.message.slot,)
+    assert front.aborted_slots() == (added.messages[0].slot,)
     assert front.aborted_slots() == ()
-    front.step((added, "late"), finished=[Finished(added.message.slot, FinishReason.ABORT)])
+    front.step((added, "late"), finished=[Finished(added.messages[0].slot, FinishReason.ABORT)])
     front.frontend.abort("x")
     front.frontend.drop(added.state)
     assert front.aborted_slots() == ()
@@ -194,7 +201,7 @@ def test_an_abort_that_waits_is_forgotten_when_the_core_has_finished(front: Fron
     front.step(finished=[length(added)])
     assert not front.frontend.has_aborts
     again, _ = front.add("y")
-    assert again.message.slot == added.message.slot
+    assert again.messages[0].slot == added.messages[0].slot
     assert front.aborted_slots() == ()
 
 
@@ -203,10 +210,10 @@ def test_a_slot_is_reserved_until_the_core_has_finished(front: Front) -> None:
     front.frontend.drop(added.state)
     assert front.frontend.num_open_requests == 0
     assert front.frontend.num_reserved_slots == 1
-    assert front.add()[0].message.slot != added.message.slot
+    assert front.add()[0].messages[0].slot != added.messages[0].slot
     front.step((added, "x"), finished=[length(added)])
     assert sink.texts == []
-    assert front.add()[0].message.slot == added.message.slot
+    assert front.add()[0].messages[0].slot == added.messages[0].slot
 
 
 def test_a_stop_string_ends_the_request_and_the_core_is_told(front: Front) -> None:
@@ -216,9 +223,9 @@ def test_a_stop_string_ends_the_request_and_the_core_is_told(front: Front) -> No
     assert sink.token_ids == list(b"ab")
     assert front.frontend.has_aborts
     assert front.frontend.num_open_requests == 0
-    assert front.aborted_slots() == (added.message.slot,)
+    assert front.aborted_slots() == (added.messages[0].slot,)
     front.step((added, "d"))  # The core goes on until it hears of it.
-    front.step(finished=[Finished(added.message.slot, FinishReason.ABORT)])
+    front.step(finished=[Finished(added.messages[0].slot, FinishReason.ABORT)])
     assert sink.token_ids == list(b"ab")
     assert front.frontend.num_reserved_slots == 0
 
@@ -234,7 +241,7 @@ def test_a_stop_string_in_the_cores_last_row_needs_no_abort(front: Front) -> Non
 def test_a_request_that_fails_in_the_core_fails_alone_after_its_tokens(front: Front) -> None:
     (a, a_sink), (b, b_sink) = front.add(), front.add()
     error = error_to_data(RequestError("bad", param="stop"))
-    front.step((a, "a"), (b, "b"), finished=[Finished(a.message.slot, FinishReason.ABORT, error=error)])
+    front.step((a, "a"), (b, "b"), finished=[Finished(a.messages[0].slot, FinishReason.ABORT, error=error)])
     assert (a_sink.texts, a_sink.finish_reason) == (["a"], None)
     assert isinstance(a_sink.error, RequestError)
     assert a_sink.error.param == "stop"
@@ -263,7 +270,7 @@ class BrokenDetokenizer:
 def test_a_fault_in_one_requests_text_ends_that_request_only(front: Front, feeds: int) -> None:
     """In any of its rows and at its end; its neighbours in the same step get their text."""
     (a, a_sink), (b, b_sink) = front.add(), front.add()
-    a.state._detokenizer = BrokenDetokenizer(feeds=feeds)  # type: ignore[assignment]
+    a.state.children[0]._detokenizer = BrokenDetokenizer(feeds=feeds)  # type: ignore[assignment]
     front.step((b, "1"), (a, "x"))
     front.step((a, "y"), (b, "2"))
     front.step((b, "3"), finished=[length(a), length(b)])
@@ -278,16 +285,16 @@ def test_a_fault_in_one_requests_text_ends_that_request_only(front: Front, feeds
 
 def test_a_large_step_is_handled_in_slices(front: Front) -> None:
     """Others run between; a request that leaves meanwhile gets nothing more."""
-    requests = [front.add(str(index)) for index in range(OUTPUT_SLICE_ROWS * 2)]
+    requests = [front.add(str(index)) for index in range(SLICE_ROWS * 2)]
     message = front.step_message(
         [(added, "x") for added, _ in requests], finished=[length(added) for added, _ in requests]
     )
-    slices = front.frontend.receive(message)
+    slices = front.frontend.receive(0, message)
     next(slices)
-    assert [bool(sink.texts) for _, sink in requests] == [True] * OUTPUT_SLICE_ROWS + [False] * OUTPUT_SLICE_ROWS
-    front.frontend.abort(str(OUTPUT_SLICE_ROWS))
+    assert [bool(sink.texts) for _, sink in requests] == [True] * SLICE_ROWS + [False] * SLICE_ROWS
+    front.frontend.abort(str(SLICE_ROWS))
     new, new_sink = front.add("new")
-    assert new.message.slot == len(requests)
+    assert new.messages[0].slot == len(requests)
     assert len(list(slices)) == 1
     assert [sink.finish_reason for _, sink in requests].count(FinishReason.ABORT) == 1
     assert all(sink.finish_reason for _, sink in requests)
@@ -300,7 +307,7 @@ def test_a_large_step_is_handled_in_slices(front: Front) -> None:
 def test_a_gap_in_the_numbering_is_the_engines_death(front: Front, sequence: int) -> None:
     added, sink = front.add()
     front.step((added, "x"))
-    list(front.frontend.receive(attrs.evolve(front.step_message([(added, "y")]), sequence=sequence)))
+    list(front.frontend.receive(0, attrs.evolve(front.step_message([(added, "y")]), sequence=sequence)))
     assert sink.texts == ["x"]
     assert isinstance(sink.error, EngineDeadError)
     with pytest.raises(EngineDeadError):
@@ -328,7 +335,7 @@ def ask(front: Front, call: Call[Any]) -> tuple[int, Answer]:
 def receive_reply(front: Front, reply: Reply) -> None:
     decoded = decode(encode(reply))
     assert isinstance(decoded, Reply)
-    assert list(front.frontend.receive(decoded)) == []
+    assert list(front.frontend.receive(0, decoded)) == []
 
 
 def test_replies_reach_their_calls_in_any_order(front: Front) -> None:
@@ -391,17 +398,52 @@ def test_the_end_of_the_engine_reaches_everyone_once(front: Front, error: Engine
     assert a_sink.token_ids == list(b"axy")
 
 
-def test_everything_is_aborted_at_once(front: Front) -> None:
-    """Cases 7 and 8, with one sequence each: every table is empty once the core has answered."""
-    requests = [front.add(f"id-{index % 1000}") for index in range(3000)]
-    front.frontend.abort_all()
-    assert front.frontend.num_open_requests == 0
-    aborts = front.frontend.take_aborts()
-    assert aborts is not None
+@attrs.define(eq=False)
+class Log:
+    """A `StatLogger` that keeps everything."""
+
+    records: list[IterationStats] = attrs.field(factory=list)
+
+    def record(self, stats: IterationStats) -> None:
+        self.records.append(stats)
+
+    def log(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def finished(self) -> list[FinishedRequestStats]:
+        return [finished for record in self.records for finished in record.finished]
+
+
+def test_ten_thousand_requests_of_two_answers_aborted_by_id_leave_nothing() -> None:
+    """Cases 7 (vllm 15597) and 8 (vllm 29928): every table is empty once the core has answered."""
+    log = Log()
+    front = Front(stat_loggers=[log])
+    processed = PROCESSOR.process(GenerateRequest("p", SamplingParams(n=2), request_id="x"))
+    sinks = [new_pending_output(2) for _ in range(10_000)]
+    for index, sink in enumerate(sinks):
+        named = attrs.evolve(processed, external_id=f"id-{index % 100}", deadlines=Deadlines(total_s=1e6))
+        front.frontend.add(named, sink)
+    for index in range(100):
+        front.frontend.abort(f"id-{index}")
+    assert front.frontend.num_open_requests == front.frontend.num_queued_requests == 0
+    ((rank, aborts),) = front.frontend.take_aborts()
+    assert rank == 0
+    assert len(aborts.slots) == 20_000
     assert isinstance(decode(encode(aborts)), AbortRequests)
     front.step(finished=[Finished(slot, FinishReason.ABORT) for slot in aborts.slots])
     assert front.frontend.num_reserved_slots == 0
-    assert all(sink.finish_reason is FinishReason.ABORT for _, sink in requests)
+    assert front.frontend.next_deadline_s is None
+    assert not front.frontend.has_aborts
+    assert front.frontend._parents_by_external_id == {}
+    assert front.frontend._queue.num_tokens == 0
+    for sink in sinks:
+        assert isinstance(sink, ParallelPendingOutput)
+        assert [answer.finish_reason for answer in sink.answers.values()] == [FinishReason.ABORT] * 2
+    assert [each.finish_reason for each in log.finished] == ["abort"] * 10_000
 
 
 def test_log_probabilities_reach_their_requests(front: Front) -> None:
@@ -417,8 +459,10 @@ def test_what_comes_of_the_prompt_waits_for_the_first_output(front: Front) -> No
     """In parts, and before any row."""
     a, a_sink = front.add(prompt="abcd", prompt_logprobs=0)
     b, b_sink = front.add(prompt="xy")
-    front.step(prompt_logprobs=columns((a, "b")), cached_tokens=pack_int32([b.message.slot, 1]))
-    front.step((a, "1"), (b, "2"), prompt_logprobs=columns((a, "cd")), cached_tokens=pack_int32([a.message.slot, 2]))
+    front.step(prompt_logprobs=columns((a, "b")), cached_tokens=pack_int32([b.messages[0].slot, 1]))
+    front.step(
+        (a, "1"), (b, "2"), prompt_logprobs=columns((a, "cd")), cached_tokens=pack_int32([a.messages[0].slot, 2])
+    )
     assert (spelled(a_sink.prompt_logprobs), a_sink.num_cached_tokens) == ("bcd", 2)
     assert (spelled(b_sink.prompt_logprobs), b_sink.num_cached_tokens) == ("", 1)
 
@@ -428,7 +472,7 @@ def test_log_probabilities_for_slots_that_nobody_waits_at_are_ignored(front: Fro
     (a, a_sink), (b, _), (c, c_sink) = front.add("a", logprobs=0), front.add("b", logprobs=0), front.add(logprobs=0)
     front.step((b, "1"), logprobs=columns((b, "1")), finished=[length(b)])
     front.frontend.abort("a")
-    slots = pack_int32([a.message.slot, 7, b.message.slot, 7])
+    slots = pack_int32([a.messages[0].slot, 7, b.messages[0].slot, 7])
     late = columns((a, "2"), (b, "2"), (c, "3"))
     front.step((a, "2"), (c, "3"), logprobs=late, prompt_logprobs=late, cached_tokens=slots)
     assert (a_sink.logprobs, a_sink.prompt_logprobs, a_sink.num_cached_tokens) == ([], [], 0)
@@ -439,6 +483,6 @@ def test_a_request_whose_log_probabilities_are_missing_fails_alone(front: Front)
     (a, a_sink), (b, b_sink) = front.add(logprobs=0), front.add()
     front.step((a, "1"), (b, "2"))
     assert isinstance(a_sink.error, EngineGenerateError)
-    assert front.aborted_slots() == (a.message.slot,)
+    assert front.aborted_slots() == (a.messages[0].slot,)
     assert b_sink.token_ids == TOKENIZER.encode("2")
     assert b.state.is_open

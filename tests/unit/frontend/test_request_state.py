@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from trioengine.errors import EngineGenerateError
 from trioengine.frontend.input_processor import InputProcessor
 from trioengine.frontend.logprobs import LogprobEntry
+from trioengine.frontend.parent_request import ParentRequest
 from trioengine.frontend.pending_output import PendingOutput
 from trioengine.frontend.request_state import RequestState
 from trioengine.testing.fake_tokenizer import FakeTokenizer
@@ -38,7 +39,8 @@ class Reader(PendingOutput):
 def start(sampling: SamplingParams | None = None, prompt: str | Sequence[int] = "p") -> tuple[RequestState, Reader]:
     sink = Reader()
     sampling = SamplingParams(max_tokens=1000) if sampling is None else sampling
-    return RequestState(3, PROCESSOR.process(GenerateRequest(prompt, sampling)), sink), sink
+    processed = PROCESSOR.process(GenerateRequest(prompt, sampling))
+    return RequestState(processed, ParentRequest(processed, rank=0, arrival_s=0.0), sink), sink
 
 
 def stopping(*stops: str, **others: object) -> SamplingParams:
