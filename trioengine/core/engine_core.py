@@ -4,6 +4,7 @@ A loop around it (`runtime`) moves the bytes: it gives messages to `handle`, cal
 `has_work`, and sends what `take_output` and `take_replies` return.
 """
 
+import heapq
 import logging
 import time
 from collections import deque
@@ -14,6 +15,7 @@ import attrs
 from trioengine.core.config import CoreConfig
 from trioengine.core.executor import Executor
 from trioengine.core.kv_cache_manager import KVCacheManager
+from trioengine.core.lockstep import Lockstep, Wave
 from trioengine.core.lora import LoRAAdapter, LoRAAdapters
 from trioengine.core.operations import DeferredReply, run_call
 from trioengine.core.outbox import Outbox
@@ -22,7 +24,7 @@ from trioengine.core.request import Request, RequestEvent, make_encode_request, 
 from trioengine.core.scheduler import Scheduler
 from trioengine.core.step import StepOutcome
 from trioengine.core.structured_output import Grammar, StructuredOutputs
-from trioengine.errors import RequestError
+from trioengine.errors import DeadlineExceededError, RequestError
 from trioengine.types.codec import error_to_data
 from trioengine.types.messages import (
     AbortRequests,
@@ -33,6 +35,7 @@ from trioengine.types.messages import (
     PauseMode,
     Reply,
     SchedulerStats,
+    StartWave,
     StepOutput,
     Stop,
     ToCore,
@@ -87,12 +90,15 @@ class EngineCore:
         self.pause = Pause()
         self.weight_version: str | None = None
         """Of the weights that steps compute with; None before the first update."""
+        self._wave = Wave(executor) if isinstance(executor, Lockstep) else None
         self._config = config
         self._structured_outputs = structured_outputs
         self._clock = clock
         self._clients: dict[int, _Client] = {}
         self._held: dict[int, Request] = {}  # By sequence id: those that the scheduler must not have yet.
         self._deferred: list[DeferredReply] = []
+        # When, and whose: those that had not begun when they came in. Entries of others are left out lazily.
+        self._queue_deadlines: list[tuple[float, int, Request]] = []
         self._num_arrivals = 0
         self._step = 0
         self._step_ended_s = clock()
@@ -101,7 +107,17 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do. Output may be pending without."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.is_in_wave
+
+    @property
+    def needs_lockstep(self) -> bool:
+        """Whether its steps need those of other cores, which `StartWave` must wake."""
+        return self._wave is not None
+
+    @property
+    def is_in_wave(self) -> bool:
+        """Whether other cores may wait for this one's next step."""
+        return self._wave is not None and self._wave.is_on
 
     @property
     def num_waiting(self) -> int:
@@ -117,8 +133,7 @@ class EngineCore:
             case EngineCoreRequest() | EncodeCoreRequest():
                 self._add(client, message)
             case AbortRequests(slots):
-                for slot in slots:
-                    self._abort(client, slot)
+                self._abort(client, slots)
                 self._settle_replies()
             case CallRequest():
                 reply = run_call(self, client, message)
@@ -127,15 +142,28 @@ class EngineCore:
                     self._deferred.append(reply)
                 self._settle_replies()
                 return reply if isinstance(reply, Reply) else None
+            case StartWave():
+                if self._wave is not None:
+                    self._wave.start(client)
             case Stop():
                 raise TypeError("Stop ends the loop around the core.")
         return None
 
     def poll(self) -> None:
-        """Let requests go on whose grammars have been compiled. Cheap; for each turn of the loop."""
+        """Let requests go on whose grammars have been compiled, and drop those that have waited too long for their
+        first step. Cheap; for each turn of the loop."""
         if self._held and self._structured_outputs is not None and self._structured_outputs.poll():
             self._release()
             self._settle_replies()
+        if self._queue_deadlines and self._drop_overdue():
+            self._settle_replies()
+
+    def idle_timeout_s(self) -> float | None:
+        """How long the loop may wait, when there is no work, until `poll` has to be called again; None is for ever."""
+        deadlines = self._queue_deadlines
+        while deadlines and not deadlines[0][2].waits_for_first_step:
+            heapq.heappop(deadlines)
+        return max(0.0, deadlines[0][0] - self._clock()) if deadlines else None
 
     def step(self) -> None:
         """Plan and submit a step if one may be, and take in the result of the oldest one in flight when no other may be
@@ -152,8 +180,12 @@ class EngineCore:
                 self._submitted_s.append(self._clock())
                 self.executor.submit(plan)
                 self._emit_preempted()
+        if self._wave is not None and not (plan is not None and plan.scheduled):
+            self._wave.execute_dummy()
         if scheduler.num_in_flight and (plan is None or not scheduler.may_schedule):
             self._take_result()
+        if self._wave is not None:
+            self._wave.end_turn(has_work=scheduler.has_work)
         if self._deferred:
             self._settle_replies()
         if self.loras.has_leaving:
@@ -203,10 +235,12 @@ class EngineCore:
 
     def drop_client(self, client: int) -> None:
         """Forget a client that is gone, with its requests and its output."""
+        if self._wave is not None:
+            self._wave.drop_client(client)
         state = self._clients.pop(client, None)
         if state:
             for request in state.requests.values():
-                self._end(request)
+                self._end(request, RequestEvent.ABORTED, Finished(request.slot, FinishReason.ABORT))
             # What it has asked for is done nevertheless, but whoever gets its number is not told.
             self._deferred = [
                 attrs.evolve(deferred, client=None) if deferred.client == client else deferred
@@ -216,9 +250,8 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """Abort every request."""
-        for request in list(self._requests()):
-            self._end(request)
-            self._emit_finished(request)
+        for client, state in self._clients.items():
+            self._abort(client, list(state.requests))
 
     def begin_pause(self, mode: PauseMode, *, is_sleep: bool = False) -> None:
         """Pause, and do with present requests what the mode says."""
@@ -278,6 +311,8 @@ class EngineCore:
         request.arrived_s = self._clock()
         self._num_arrivals += 1
         state.requests[slot] = request
+        if message.queue_timeout_s is not None:
+            self._expect_within(request, message.queue_timeout_s)
         self._held[request.sequence_id] = request
         self._release_if_allowed(request)
 
@@ -326,21 +361,46 @@ class EngineCore:
         is_compiled = grammar is None or grammar.is_ready or grammar.error is not None
         return is_compiled and not self.pause.holds(request.sequence_id)
 
-    def _abort(self, client: int, slot: int) -> None:
+    def _abort(self, client: int, slots: Iterable[int]) -> None:
         state = self._clients.get(client)
-        request = state.requests.get(slot) if state else None
-        if request:
-            self._end(request)
-            self._emit_finished(request)
+        if state is None:
+            return
+        for slot in slots:
+            request = state.requests.get(slot)
+            if request is not None:
+                self._end(request, RequestEvent.ABORTED, Finished(slot, FinishReason.ABORT))
+                self._emit_finished(request)
 
-    def _end(self, request: Request) -> None:
-        """Abort a request, wherever it is."""
+    def _expect_within(self, request: Request, timeout_s: float) -> None:
+        """Let a new request end if it has not begun in time."""
+        deadlines = self._queue_deadlines
+        if len(deadlines) > 2 * self.num_waiting + 64:
+            # Most have begun or are gone, and would otherwise be kept until their time has come.
+            deadlines[:] = [entry for entry in deadlines if entry[2].waits_for_first_step]
+            heapq.heapify(deadlines)
+        heapq.heappush(deadlines, (request.arrived_s + timeout_s, request.sequence_id, request))
+
+    def _drop_overdue(self) -> bool:
+        """End those whose time to begin has passed; whether there was one."""
+        deadlines, now, has_dropped = self._queue_deadlines, self._clock(), False
+        while deadlines and (deadlines[0][0] <= now or not deadlines[0][2].waits_for_first_step):
+            request = heapq.heappop(deadlines)[2]
+            if request.waits_for_first_step:
+                error = DeadlineExceededError(f"The request waited for {now - request.arrived_s:.3g} s to be begun.")
+                finished = Finished(request.slot, FinishReason.ABORT, error=error_to_data(error))
+                self._end(request, RequestEvent.FAILED, finished)
+                self._emit_finished(request)
+                has_dropped = True
+        return has_dropped
+
+    def _end(self, request: Request, event: RequestEvent, finished: Finished) -> None:
+        """End a request from outside of the steps, wherever it is."""
         if self._held.pop(request.sequence_id, None) is None:
-            self.scheduler.abort(request)
+            self.scheduler.end(request, event, finished)
             return
         if request.grammar is not None and self._structured_outputs is not None:
             self._structured_outputs.abandon(request.grammar)
-        _end_held(request, RequestEvent.ABORTED, Finished(request.slot, FinishReason.ABORT))
+        _end_held(request, event, finished)
 
     # Results
 

@@ -73,7 +73,7 @@ class _Sequence:
     num_committed_blocks: int
     """Blocks at its beginning that were found, or can be found."""
     can_commit: bool = True
-    """Not after a reset: what it has must not be found, nor what comes from it."""
+    """Not after a reset: what it has must not be found, nor what comes from it. Nor where it was not wanted."""
 
     def hashes_from(self, first: int) -> Sequence[bytes]:
         """Of its committed blocks from the `first`-th on."""
@@ -228,6 +228,7 @@ class KVCacheManager:
         max_new_tokens: int | None = None,
         namespace: bytes = b"",
         use_cached: bool = True,
+        can_commit: bool = True,
     ) -> Admission | None:
         """Give a sequence its first blocks: those that are cached, and others for the rest of its tokens.
 
@@ -242,6 +243,7 @@ class KVCacheManager:
                 all at once.
             namespace: `cache_namespace` of what else its keys and values depend on.
             use_cached: whether cached blocks may be used.
+            can_commit: whether `commit` lets others find its blocks; else it does nothing.
 
         Returns:
             None, and nothing changed, when too few blocks are free.
@@ -267,7 +269,7 @@ class KVCacheManager:
             return None
         self._refusal = None
         tables = [group.take(hashes, need) for group, need in zip(self._groups, needs, strict=True)]
-        self._sequences[sequence_id] = _Sequence(hashes, tables, num_blocks, num_committed_blocks=num_cached_blocks)
+        self._sequences[sequence_id] = _Sequence(hashes, tables, num_blocks, num_cached_blocks, can_commit)
         if is_query:
             self._num_queried_tokens += len(token_ids)
             self._num_hit_tokens += num_cached_tokens

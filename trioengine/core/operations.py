@@ -155,7 +155,7 @@ def sleep(core: "EngineCore", call: Sleep) -> Later:
         pause.sleep_mode = PauseMode.KEEP  # Whoever has come since is kept.
         core.apply_pause()
         core.scheduler.preempt_all()
-        if not core.scheduler.is_idle:
+        if not core.scheduler.is_idle or core.is_in_wave:
             return False
         core.kv_cache.reset_prefix_cache()
         try:

@@ -21,6 +21,7 @@ from trioengine.types.messages import EncodeCoreRequest, EngineCoreRequest, Fini
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import PoolingParams
+from trioengine.types.request import KVHints
 
 
 class RequestStatus(enum.Enum):
@@ -104,6 +105,10 @@ class Request:
     """What binds its answer."""
     lora: LoRAAdapter | None = None
     """What changes the model for it."""
+    reads_cache: bool = True
+    """Whether it wants to begin behind what is cached."""
+    may_be_cached: bool = True
+    """Whether others may begin behind what it has computed."""
     speculation: RequestSpeculation | None = None
     """What is known about its drafts; None where there is no speculation."""
     num_slots: int = 0
@@ -143,9 +148,15 @@ class Request:
         return self.grammar is not None or self.has_prompt_logprobs or self.pooling is not None
 
     @property
+    def waits_for_first_step(self) -> bool:
+        """Whether no step was ever planned for it, and one may still be."""
+        return self.num_cached_tokens is None and self.status is RequestStatus.WAITING
+
+    @property
     def may_use_cached(self) -> bool:
         """Whether tokens that are cached need not be computed: not where something is wanted of each of them."""
-        return not self.has_prompt_logprobs and (self.pooling is None or not self.pooling.needs_all_tokens)
+        is_wanted_of_each = self.has_prompt_logprobs or (self.pooling is not None and self.pooling.needs_all_tokens)
+        return self.reads_cache and not is_wanted_of_each
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -228,6 +239,7 @@ def make_request(
     _check_in_vocabulary("allowed_token_ids", frozenset(sampling.allowed_token_ids or ()), config)
     max_tokens = config.max_model_len if sampling.max_tokens is None else sampling.max_tokens
     has_priorities = config.scheduling_policy is SchedulingPolicy.PRIORITY
+    hints = message.kv_hints or KVHints()
     return Request(
         client=client,
         slot=message.slot,
@@ -243,6 +255,8 @@ def make_request(
         end_token_ids=end_token_ids,
         namespace=cache_namespace(message.cache_salt, None if lora is None else lora.cache_name),
         lora=lora,
+        reads_cache=hints.read_prefix_cache and not sampling.skip_reading_prefix_cache,
+        may_be_cached=hints.write_prefix_cache,
         is_long=0 < config.long_prefill_token_threshold < len(token_ids),
         work=ScheduledSequence(sequence_id, num_computed_tokens=0, num_tokens=0),
     )

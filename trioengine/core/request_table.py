@@ -4,7 +4,9 @@ Whoever changes a request's status does it here, so that its blocks, the executo
 does not know why a request starts, rests or ends.
 """
 
+import bisect
 from collections import deque
+from operator import attrgetter
 
 from trioengine.core.config import CoreConfig
 from trioengine.core.kv_cache_manager import Admission, KVCacheManager
@@ -13,6 +15,8 @@ from trioengine.core.request import Request, RequestEvent, RequestStatus
 from trioengine.core.request_queue import RequestQueue, insert_in_order
 from trioengine.core.step import Step
 from trioengine.types.messages import Finished
+
+_key = attrgetter("key")
 
 
 class RequestTable:
@@ -87,6 +91,15 @@ class RequestTable:
         else:
             self.waiting.remove(request)
         self._end(request, event, finished)
+
+    def take_out(self, request: Request, event: RequestEvent, finished: Finished) -> None:
+        """As `finish`, between steps: at once, and whatever the number of those that run."""
+        is_running = request.status is RequestStatus.RUNNING
+        self.finish(request, event, finished)
+        if is_running:
+            position = bisect.bisect_left(self.running, request.key, key=_key)
+            assert self.running[position] is request
+            del self.running[position]
 
     def finish_failed(self, request: Request, finished: Finished) -> None:
         """End a request whose blocks the cache has taken back already. `drop_left` must follow."""

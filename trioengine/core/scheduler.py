@@ -41,7 +41,6 @@ from trioengine.core.step import Step, StepOutcome
 from trioengine.core.structured_output import StructuredOutputs
 from trioengine.errors import RequestError
 from trioengine.types.messages import Finished
-from trioengine.types.output import FinishReason
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -143,10 +142,9 @@ class Scheduler:
             request.speculation = self.drafting.speculator.new_request()
         self._table.waiting.add(request)
 
-    def abort(self, request: Request) -> None:
+    def end(self, request: Request, event: RequestEvent, finished: Finished) -> None:
         """Take out a request that has not finished; its blocks are free at once."""
-        self._table.finish(request, RequestEvent.ABORTED, Finished(request.slot, FinishReason.ABORT))
-        self._table.drop_left()
+        self._table.take_out(request, event, finished)
 
     def take_preempted(self) -> Sequence[Request]:
         """The requests that were preempted since the last call, one entry for each time. Some may have ended since."""
@@ -322,6 +320,7 @@ class Scheduler:
                     max_new_tokens=num_tokens if kv_cache.has_windows else None,
                     namespace=request.namespace,
                     use_cached=request.may_use_cached,
+                    can_commit=request.may_be_cached,
                 )
                 if admission is not None:
                     return admission

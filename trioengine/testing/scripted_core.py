@@ -280,6 +280,10 @@ class ScriptedCore:
     def poll(self) -> None:
         """Nothing becomes ready elsewhere."""
 
+    def idle_timeout_s(self) -> float | None:
+        """For ever: whoever waits, waits for a step."""
+        return None
+
     def take_replies(self, client: int) -> Sequence[Reply]:
         """None: all come at once."""
         return ()

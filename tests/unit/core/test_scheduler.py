@@ -11,11 +11,13 @@ from trioengine.config.engine import SchedulingPolicy
 from trioengine.core.executor import NO_TOKEN, KVCacheGroup, SequenceFailure, StepPlan, StepResult
 from trioengine.core.kv_cache_manager import KVCacheManager
 from trioengine.core.lora import LoRAAdapters
-from trioengine.core.request import Request, RequestStatus, make_request
+from trioengine.core.request import Request, RequestEvent, RequestStatus, make_request
 from trioengine.core.scheduler import Scheduler
 from trioengine.core.step import StepOutcome
 from trioengine.errors import RequestError
 from trioengine.testing.core_driver import make_core_config, make_core_request
+from trioengine.types.messages import Finished
+from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
 
 
@@ -77,6 +79,10 @@ class Steps:
         num_tokens = {work.sequence_id: work.num_tokens for work in plan.scheduled}
         self.update()
         return num_tokens
+
+    def abort(self, request: Request) -> None:
+        finished = Finished(request.slot, FinishReason.ABORT)
+        self.scheduler.end(request, RequestEvent.ABORTED, finished)
 
     def step_while(self, condition: Callable[[], bool], max_steps: int = 200) -> None:
         """Steps until the condition no longer holds."""
@@ -205,7 +211,7 @@ def test_aborting_a_waiting_request_leaves_the_running_one_untouched() -> None:
     steps = Steps(max_num_seqs=1)
     running, waiting = steps.add(4), steps.add(4)
     steps.step()
-    steps.scheduler.abort(waiting)
+    steps.abort(waiting)
     plan = steps.schedule()
     assert [work.sequence_id for work in plan.scheduled] == [running.sequence_id]
     assert not plan.removed
@@ -217,7 +223,7 @@ def test_the_executor_is_told_of_an_abort_when_nothing_else_is_to_do() -> None:
     steps = Steps()
     request = steps.add(4)
     steps.step()
-    steps.scheduler.abort(request)
+    steps.abort(request)
     assert steps.kv_cache.num_free_blocks == 64
     assert steps.scheduler.has_work
     plan = steps.schedule()
@@ -519,7 +525,7 @@ def test_what_is_in_flight_for_an_aborted_request_is_dropped() -> None:
     request = steps.add(7, max_tokens=2)
     other = steps.add(7, max_tokens=2)
     steps.schedule()
-    steps.scheduler.abort(request)
+    steps.abort(request)
     plan = steps.schedule()
     assert (list(plan.removed), [new.sequence_id for new in plan.new]) == ([0], [1])
     assert list(steps.update().tokens) == []
