@@ -1,0 +1,111 @@
+"""Calls that are the whole answer as JSON, without markup: one object, a list of them, or several in a row.
+
+Llama 3 writes `{"name": ..., "parameters": {...}}`, also behind `<|python_tag|>` and with semicolons between calls.
+"""
+
+from collections.abc import Collection, Sequence
+
+from trioengine.openai.tool_parsers.base import (
+    CallObjectReader,
+    PlainText,
+    ReadState,
+    ToolEvent,
+    ToolEvents,
+)
+
+PYTHON_TAG = "<|python_tag|>"
+_BETWEEN = " \t\n\r,;"
+_SPACE = " \t\n\r"
+
+
+class JsonCallsParser:
+    """Calls if the answer begins with one, and text from where no call follows; see `ToolParser`."""
+
+    def __init__(self, names: Collection[str], prefixes: Collection[str] = ()) -> None:
+        """Start with no text.
+
+        Args:
+            names: of the tools; JSON with another name is text.
+            prefixes: markers that may stand before a call.
+        """
+        self._names = names
+        self._prefixes = prefixes
+        self._events = ToolEvents()
+        self._plain = PlainText(self._events)
+        self._call: CallObjectReader | None = None
+        self._buffer = ""
+        """What is not decided yet. As long as the call has not started, all from behind the call before it."""
+        self._place = 0
+        """How much of the buffer the call has read."""
+        self._is_text = False
+        self._is_list = False
+
+    def feed(self, text: str) -> Sequence[ToolEvent]:
+        self._buffer += text
+        while self._step():
+            pass
+        return self._events.take()
+
+    def finish(self) -> Sequence[ToolEvent]:
+        if self._call is not None and self._call.has_started:
+            self._call.finish()
+        else:
+            self._plain.add(self._between_stripped() if self._call is None else self._buffer)
+        self._plain.finish()
+        return self._events.take()
+
+    def _step(self) -> bool:
+        """Take something from the buffer; whether there may be more to take."""
+        if self._is_text:
+            self._plain.add(self._buffer)
+            self._buffer = ""
+            return False
+        return self._step_before_call() if self._call is None else self._step_call(self._call)
+
+    def _step_before_call(self) -> bool:
+        rest = self._buffer.lstrip(_BETWEEN if self._events.num_calls else _SPACE)
+        for prefix in self._prefixes:
+            if prefix.startswith(rest):
+                return False
+            if rest.startswith(prefix):
+                rest = rest[len(prefix) :].lstrip(_SPACE)
+        if not rest:
+            return False
+        if rest[0] == "[" and not self._events.num_calls:
+            if not (rest := rest[1:].lstrip(_SPACE)):
+                return False
+            self._is_list = True
+        if rest[0] == "{":
+            self._place = len(self._buffer) - len(rest)
+            self._call = CallObjectReader(self._events, self._names)
+        else:
+            self._be_text()
+        return True
+
+    def _step_call(self, call: CallObjectReader) -> bool:
+        was_started = call.has_started
+        self._place = call.feed(self._buffer, self._place)
+        if call.has_started:
+            if not was_started:
+                self._plain.at_call()
+            self._buffer, self._place = self._buffer[self._place :], 0
+        if call.state is ReadState.OPEN:
+            return False
+        if call.has_started:
+            self._call = None
+        else:
+            self._be_text()
+        return True
+
+    def _be_text(self) -> None:
+        self._call, self._is_text = None, True
+        self._buffer = self._between_stripped()
+
+    def _between_stripped(self) -> str:
+        """The text behind calls, without the end of their list."""
+        if not self._events.num_calls:
+            return self._buffer
+        rest = self._buffer.lstrip(_SPACE)
+        if self._is_list:
+            rest = rest.removeprefix("]")
+        return rest if rest.strip(_BETWEEN) else ""
