@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import NotFoundError
@@ -176,12 +175,39 @@ _ADAPTERS = Family("lora_requests", Kind.COUNTER, "Requests that ended, by adapt
 _CACHE_CONFIG = Family("cache_config_info", Kind.GAUGE, "The engine's KV cache; always 1.")
 
 
+def _label_text(labels: Sequence[tuple[str, str]]) -> str:
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+@attrs.frozen
+class _Series:
+    """What tells the lines of one family and core apart: the name's suffix, and labels beside the logger's own."""
+
+    suffix: str
+    labels: tuple[tuple[str, str], ...] = ()
+    text: str = attrs.field(init=False, default=attrs.Factory(lambda self: _label_text(self.labels), takes_self=True))
+    """The labels, written once."""
+
+
+_GAUGE_SERIES = (_Series(""),)
+_COUNTER_SERIES = (_Series("_total"),)
+
+
 class Histogram:
     """Values sorted into buckets, lazily: taking one in costs an append."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """`bounds`: the largest value of each bucket, rising; one bucket more has what is above them."""
-        self.bounds = bounds
+        self.series = (
+            *(_Series("_bucket", (("le", repr(bound)),)) for bound in bounds),
+            _Series("_bucket", (("le", "+Inf"),)),
+            _Series("_sum"),
+            _Series("_count"),
+        )
         self._bounds = np.array(bounds)
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._sum = 0.0
@@ -200,16 +226,15 @@ class Histogram:
             self._sort()
 
     @property
-    def sum(self) -> float:
-        """Of all values."""
-        self._sort()
-        return self._sum
+    def num_kept(self) -> int:
+        """Values that are not yet in a bucket."""
+        return len(self._kept)
 
-    def cumulative_counts(self) -> Sequence[int]:
-        """How many values are at most each bound, and at last how many there are."""
+    def values(self) -> Sequence[float]:
+        """A value for each of `series`: how many are at most each bound, how many in all, their sum, and the count."""
         self._sort()
-        counts: NDArray[np.int64] = np.cumsum(self._counts)
-        return [int(count) for count in counts]
+        counts: list[float] = np.cumsum(self._counts).tolist()
+        return [*counts, self._sum, counts[-1]]
 
     def _sort(self) -> None:
         if not self._kept:
@@ -271,12 +296,12 @@ class MetricsPage:
 
 
 @attrs.frozen
-class _Sample:
-    """One line: what follows the family's name, labels beside the logger's own, the value."""
+class _Part:
+    """A core's lines of one family."""
 
-    suffix: str
-    labels: tuple[tuple[str, str], ...]
-    value: float
+    rank: int
+    series: Sequence[_Series]
+    values: Sequence[float]
 
 
 class PrometheusStatLogger:
@@ -324,16 +349,19 @@ class PrometheusStatLogger:
         """
         is_openmetrics = OPENMETRICS_MEDIA_TYPE in (accept or "").lower()
         lines: list[str] = []
-        labels = {rank: self._labels(rank) for rank in self._engines}
-        for family, samples in self._samples():
+        labels = {rank: _label_text(self._label_pairs(rank)) for rank in self._engines}
+        for family, parts in self._families():
             name = PREFIX + family.name
             # A counter's samples end in _total. In OpenMetrics its family does not, in the older format it does too.
             is_counter = family.kind is Kind.COUNTER
             family_name = name + "_total" if is_counter and not is_openmetrics else name
             lines.append(f"# HELP {family_name} {family.help}\n# TYPE {family_name} {family.kind}\n")
-            for rank, sample in samples:
-                more = "".join(f',{label}="{_escaped(value)}"' for label, value in sample.labels)
-                lines.append(f"{name}{sample.suffix}{{{labels[rank]}{more}}} {float(sample.value)!r}\n")
+            for part in parts:
+                own = labels[part.rank]
+                lines += [
+                    f"{name}{series.suffix}{{{own}{',' if series.text else ''}{series.text}}} {float(value)!r}\n"
+                    for series, value in zip(part.series, part.values, strict=True)
+                ]
         if is_openmetrics:
             lines.append("# EOF\n")
         return MetricsPage("".join(lines).encode(), OPENMETRICS_CONTENT_TYPE if is_openmetrics else TEXT_CONTENT_TYPE)
@@ -343,63 +371,38 @@ class PrometheusStatLogger:
         from prometheus_client.metrics_core import Metric
 
         labels = {rank: dict(self._label_pairs(rank)) for rank in self._engines}
-        for family, samples in self._samples():
+        for family, parts in self._families():
             metric = Metric(PREFIX + family.name, family.help, family.kind)
-            for rank, sample in samples:
-                metric.add_sample(metric.name + sample.suffix, labels[rank] | dict(sample.labels), sample.value)
+            for part in parts:
+                for series, value in zip(part.series, part.values, strict=True):
+                    metric.add_sample(
+                        metric.name + series.suffix, labels[part.rank] | dict(series.labels), float(value)
+                    )
             yield metric
 
-    def _samples(self) -> Iterator[tuple[Family, Sequence[tuple[int, _Sample]]]]:
-        """All families, each with the samples of all cores. A core that has said nothing yet has no gauges."""
+    def _families(self) -> Iterator[tuple[Family, Sequence[_Part]]]:
+        """All families, each with the lines of all cores. Of a core that has said nothing yet some are missing."""
         engines = self._engines.items()
+        known = [(rank, engine.scheduler) for rank, engine in engines if engine.scheduler is not None]
         for family, gauge_of in _GAUGES.items():
-            yield (
-                family,
-                [
-                    (rank, _Sample("", (), gauge_of(engine.scheduler)))
-                    for rank, engine in engines
-                    if engine.scheduler is not None
-                ],
-            )
+            yield family, [_Part(rank, _GAUGE_SERIES, (gauge_of(scheduler),)) for rank, scheduler in known]
         for family, count_of in _CORE_COUNTERS.items():
-            yield (
-                family,
-                [
-                    (rank, _Sample("_total", (), count_of(engine.scheduler)))
-                    for rank, engine in engines
-                    if engine.scheduler is not None
-                ],
-            )
+            yield family, [_Part(rank, _COUNTER_SERIES, (count_of(scheduler),)) for rank, scheduler in known]
         for family in _COUNTERS:
-            yield family, [(rank, _Sample("_total", (), engine.counters[family])) for rank, engine in engines]
-        for family, label, values_of in _LABELLED_COUNTERS:
-            yield (
-                family,
-                [
-                    (rank, _Sample("_total", ((label, value),), count))
-                    for rank, engine in engines
-                    for value, count in values_of(engine).items()
-                ],
-            )
+            yield family, [_Part(rank, _COUNTER_SERIES, (engine.counters[family],)) for rank, engine in engines]
+        for family, label, counts_of in _LABELLED_COUNTERS:
+            yield family, [_labelled_part(rank, label, counts_of(engine)) for rank, engine in engines]
         for family in (*_ITERATION_HISTOGRAMS, *_REQUEST_HISTOGRAMS):
-            yield (
-                family,
-                [
-                    (rank, sample)
-                    for rank, engine in engines
-                    for sample in _histogram_samples(engine.histograms[family])
-                ],
-            )
-        yield _CACHE_CONFIG, [(rank, _Sample("", self._cache_config, 1.0)) for rank in self._engines]
+            histograms = [(rank, engine.histograms[family]) for rank, engine in engines]
+            yield family, [_Part(rank, histogram.series, histogram.values()) for rank, histogram in histograms]
+        info = (_Series("", self._cache_config),)
+        yield _CACHE_CONFIG, [_Part(rank, info, (1.0,)) for rank in self._engines]
 
     def _label_pairs(self, rank: int) -> Sequence[tuple[str, str]]:
         pairs = [("model_name", self._model_name), ("engine", str(rank))]
         if self._api_server is not None:
             pairs.append(("api_server", str(self._api_server)))
         return pairs
-
-    def _labels(self, rank: int) -> str:
-        return ",".join(f'{label}="{_escaped(value)}"' for label, value in self._label_pairs(rank))
 
 
 def render_metrics(loggers: Sequence[StatLogger], accept: str | None = None) -> MetricsPage:
@@ -420,14 +423,5 @@ _LABELLED_COUNTERS: Sequence[tuple[Family, str, Callable[[_EngineMetrics], Mappi
 )
 
 
-def _histogram_samples(histogram: Histogram) -> Iterator[_Sample]:
-    counts = histogram.cumulative_counts()
-    for bound, count in zip(histogram.bounds, counts, strict=False):
-        yield _Sample("_bucket", (("le", repr(bound)),), count)
-    yield _Sample("_bucket", (("le", "+Inf"),), counts[-1])
-    yield _Sample("_sum", (), histogram.sum)
-    yield _Sample("_count", (), counts[-1])
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _labelled_part(rank: int, label: str, counts: Mapping[str, int]) -> _Part:
+    return _Part(rank, [_Series("_total", ((label, value),)) for value in counts], list(counts.values()))

@@ -39,7 +39,6 @@ class TracingStatLogger:
 
     def __init__(self, exporter: "SpanExporter", *, model_name: str) -> None:
         """Send spans to `exporter`, from a thread. Needs the package opentelemetry-sdk."""
-        from opentelemetry.metrics import NoOpMeterProvider
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -51,7 +50,7 @@ class TracingStatLogger:
         # What the environment says wins.
         resource = Resource({SERVICE_NAME: "trioengine"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, meter_provider=NoOpMeterProvider()))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("trioengine")
         self._propagator = TraceContextTextMapPropagator()
 
