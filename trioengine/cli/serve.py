@@ -3,6 +3,7 @@
 import argparse
 import functools
 import importlib.util
+import logging
 import socket
 import sys
 from collections.abc import Sequence
@@ -14,12 +15,15 @@ from trioengine.cli.main import EXIT_INTERRUPTED, SERVER_PACKAGES
 from trioengine.cli.options import add_engine_options, add_section, engine_config_from, section_from
 from trioengine.cli.process import watch_stop_signals
 from trioengine.cli.progress import Progress
+from trioengine.cli.systemd import READY, STOPPING, ServiceManager
 from trioengine.client import open_engine
 from trioengine.client.interface import EngineClient
-from trioengine.config import EngineConfig, ServerConfig
-from trioengine.errors import EngineClosedError, EngineDeadError
+from trioengine.config import EngineConfig, ServerConfig, env
+from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
 from trioengine.runtime.collector import tune_garbage_collector
-from trioengine.server.listeners import bind_listeners, close_listeners
+from trioengine.server.listeners import bind_listeners, close_listeners, is_loopback
+
+logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 0.5
 LAST_EVENTS_TIMEOUT_S = 1.0
@@ -37,7 +41,17 @@ def run(arguments: argparse.Namespace) -> int:
     for name in SERVER_PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
-    return trio.run(_Service(engine_config_from(arguments), section_from(arguments, ServerConfig)).run)
+    return trio.run(_Service(engine_config_from(arguments), server_config_from(arguments)).run)
+
+
+def server_config_from(arguments: argparse.Namespace) -> ServerConfig:
+    """The server's configuration: the command line's, with the keys that the environment holds besides.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+    config = section_from(arguments, ServerConfig)
+    return attrs.evolve(config, api_key=(*config.api_key, *env.api_keys()))
 
 
 class _Service:
@@ -46,6 +60,7 @@ class _Service:
     def __init__(self, engine_config: EngineConfig, server_config: ServerConfig) -> None:
         self._engine_config = engine_config
         self._server_config = server_config
+        self._service_manager = ServiceManager()
         self._everything = trio.CancelScope()
         self._shutdown = trio.Event()
         self._is_serving = False
@@ -65,6 +80,10 @@ class _Service:
             self._stop_now()
             return
         print("Finishing what runs. A second signal stops now.", file=sys.stderr)
+        self._begin_drain()
+
+    def _begin_drain(self) -> None:
+        self._service_manager.notify(STOPPING)
         self._shutdown.set()
 
     def _stop_now(self) -> None:
@@ -74,7 +93,7 @@ class _Service:
     async def _run_engine(self) -> None:
         progress = Progress()
         # Before the model is loaded, so that a taken port is known at once; nothing listens until it is.
-        listeners = await bind_listeners(self._server_config)
+        listeners = self._service_manager.take_listeners() or await bind_listeners(self._server_config)
         try:
             async with trio.open_nursery() as importing:
                 # The server's packages take as long to load as the core does, and the core is another process.
@@ -104,7 +123,11 @@ class _Service:
                 )
                 self._is_serving = True
                 tune_garbage_collector()
+                watching.start_soon(self._service_manager.keep_alive, lambda: _is_healthy(engine))
+                if not (self._server_config.api_key or _is_private(listeners)):
+                    print("Whoever reaches this address may use the engine: there is no --api-key.", file=sys.stderr)
                 print(f"Serving {engine.model_name} on {', '.join(urls)}", file=sys.stderr, flush=True)
+                self._service_manager.notify(READY)
             watching.cancel_scope.cancel()
 
     async def _end_drain(self, stop: trio.Event) -> None:
@@ -118,8 +141,23 @@ class _Service:
         # A core that merely hangs, or was stopped, fails health checks until it goes on; that is not the end.
         while engine.dead_error is None:  # noqa: ASYNC110
             await trio.sleep(HEALTH_INTERVAL_S)
+        if self._server_config.keep_alive_on_engine_death:
+            logger.error("The engine has died; the server goes on without it: %s", engine.dead_error)
+            return
         self._death = engine.dead_error
-        self._shutdown.set()
+        self._begin_drain()
+
+
+def _is_private(listeners: Sequence[socket.socket]) -> bool:
+    return is_loopback(listeners) or all(sock.family == socket.AF_UNIX for sock in listeners)
+
+
+def _is_healthy(engine: EngineClient) -> bool:
+    try:
+        engine.check_health()
+    except TrioEngineError:
+        return False
+    return True
 
 
 def _import_server() -> None:

@@ -174,7 +174,8 @@ class Http2Client:
         await self._stream.send_all(self.protocol.data_to_send())
 
     async def send_headers(self, stream_id: int, method: bytes, path: bytes, *extra: tuple[bytes, bytes]) -> None:
-        headers = [(b":method", method), (b":path", path), (b":scheme", b"https"), (b":authority", b"localhost"), *extra]
+        address = ((b":scheme", b"https"), (b":authority", b"localhost"))
+        headers = [(b":method", method), (b":path", path), *address, *extra]
         self.protocol.send_headers(stream_id, headers, end_stream=method == b"GET")
         await self.flush()
 
