@@ -42,7 +42,9 @@ class StructuredOutputsParams:
     structural_tag: str | None = attrs.field(default=None, converter=_json_text)
     """Free text with tags, each of which binds what follows it: `{"structures": [{"begin": "<f>", "schema": {...},
     "end": "</f>"}, ...], "triggers": ["<f"]}`. A structure's begin starts with one of the triggers, and the text is
-    free until a trigger has been written."""
+    free until a trigger has been written. With `"at_least_one": true` the answer is tags only; with
+    `"stop_after_first": true` it ends behind the first tag; with `"otherwise": {...}` it is tags only or JSON of this
+    schema."""
     whitespace_pattern: str | None = None
     """With `json` and `json_object`: a regular expression for the white space between tokens. None bounds it."""
 
@@ -83,8 +85,20 @@ class StructuredOutputsParams:
         if not isinstance(content, dict):
             _refuse_tags("", "must be an object")
         fields = cast(dict[str, object], content)
-        if unknown := fields.keys() - {"type", "structures", "triggers"}:
+        if unknown := fields.keys() - {
+            "type",
+            "structures",
+            "triggers",
+            "at_least_one",
+            "stop_after_first",
+            _OTHERWISE,
+        }:
             _refuse_tags(f"/{min(unknown)}", "is not known")
+        for name in ("at_least_one", "stop_after_first"):
+            if not isinstance(fields.get(name, False), bool):
+                _refuse_tags(f"/{name}", "must be true or false")
+        if not isinstance(fields.get(_OTHERWISE, {}), (dict, bool)):
+            _refuse_tags(f"/{_OTHERWISE}", "must be an object, true or false")
         structures, triggers = fields.get("structures"), fields.get("triggers")
         if not isinstance(structures, list) or not 0 < len(cast(list[object], structures)) <= MAX_TAGS:
             _refuse_tags("/structures", f"must be a list of 1 to {MAX_TAGS} objects")
@@ -97,6 +111,15 @@ class StructuredOutputsParams:
         return tuple(
             _tag(f"/structures/{index}", structure, longest_first)
             for index, structure in enumerate(cast(list[object], structures))
+        )
+
+    def tag_rules(self) -> "TagRules":
+        """What may stand around the tags of a `structural_tag` that is valid."""
+        fields = cast("dict[str, object]", parse_json(self.structural_tag or "{}", "structural_tag"))
+        return TagRules(
+            is_tags_only=bool(fields.get("at_least_one")) or _OTHERWISE in fields,
+            stops_after_first=bool(fields.get("stop_after_first")),
+            otherwise=fields.get(_OTHERWISE),
         )
 
     def _validate_choices(self, choices: tuple[str, ...]) -> None:
@@ -127,6 +150,18 @@ class StructuralTag:
     """What the tag ends with."""
 
 
+@attrs.frozen
+class TagRules:
+    """What may stand around tags."""
+
+    is_tags_only: bool
+    """The answer has at least one tag and nothing else, save white space. False: free text."""
+    stops_after_first: bool
+    """The answer ends behind the first tag."""
+    otherwise: object
+    """The JSON schema of answers without tags; None where there is no such choice."""
+
+
 def parse_json(text: str, field: str) -> object:
     """Return what a JSON text says.
 
@@ -151,6 +186,7 @@ def parse_json(text: str, field: str) -> object:
         raise RequestError(f"{param} is not valid JSON: {words}.", param=param) from None
 
 
+_OTHERWISE = "otherwise"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 

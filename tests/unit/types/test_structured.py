@@ -68,6 +68,9 @@ def test_the_field_at_fault_is_named(params: StructuredOutputsParams, param: str
         ({"triggers": []}, "/triggers"),
         ({"triggers": ["<f=", ""]}, "/triggers/1"),
         ({"format": {}}, "/format"),
+        ({"at_least_one": 1}, "/at_least_one"),
+        ({"stop_after_first": None}, "/stop_after_first"),
+        ({"otherwise": []}, "/otherwise"),
     ],
 )
 def test_the_place_in_a_structural_tag_is_named(change: dict[str, object], path: str) -> None:

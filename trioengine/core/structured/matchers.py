@@ -15,7 +15,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from trioengine.core.structured.json_schema import Schema, bound_schema, find_fault, for_compiler
 from trioengine.errors import RequestError
 from trioengine.tokenizer.tokenizer import Tokenizer
-from trioengine.types.structured import PARAM, StructuralTag, StructuredOutputsParams, parse_json
+from trioengine.types.structured import PARAM, StructuralTag, StructuredOutputsParams, TagRules, parse_json
 
 MAX_GRAMMAR_LINES = 500
 """Rules may form a chain, which is followed recursively; each begins a line."""
@@ -67,7 +67,7 @@ class MatcherCompiler:
         if params.json_object:
             return self._compile_json({"type": "object"}, "json_object", params.whitespace_pattern)
         if params.structural_tag is not None:
-            return self._compile_tags(params.tags())
+            return self._compile_tags(params.tags(), params.tag_rules())
         if params.regex is not None:
             return self._checked(llguidance.LLMatcher.grammar_from_regex(params.regex), "regex")
         if params.choice is not None:
@@ -83,33 +83,57 @@ class MatcherCompiler:
             self._check_whitespace(whitespace)
         return self._checked(_json_grammar(schema, whitespace), field, schema, whitespace=whitespace)
 
-    def _compile_tags(self, tags: Sequence[StructuralTag]) -> llguidance.LLMatcher:
+    def _compile_tags(self, tags: Sequence[StructuralTag], rules: TagRules) -> llguidance.LLMatcher:
         field = f"{PARAM}.structural_tag"
         schemas = [bound_schema(tag.schema, field, f"/structures/{index}/schema") for index, tag in enumerate(tags)]
         for index, schema in enumerate(schemas):
             self._checked(_json_grammar(schema, None), "structural_tag", schema, path=f"/structures/{index}/schema")
-        return self._checked(_lark(self._tag_grammar(tags, schemas)), "structural_tag")
+        if not rules.is_tags_only:
+            return self._checked(_lark(self._tag_grammar(tags, schemas, rules)), "structural_tag")
+        otherwise: Schema | None = None
+        if rules.otherwise is not None:
+            otherwise = bound_schema(rules.otherwise, field, "/otherwise")
+            self._checked(_json_grammar(otherwise, None), "structural_tag", otherwise, path="/otherwise")
+        return self._checked(_lark(self._only_tags_grammar(tags, schemas, rules, otherwise)), "structural_tag")
 
-    def _tag_grammar(self, tags: Sequence[StructuralTag], schemas: Sequence[Schema]) -> str:
+    def _only_tags_grammar(
+        self, tags: Sequence[StructuralTag], schemas: Sequence[Schema], rules: TagRules, otherwise: Schema | None
+    ) -> str:
+        """Tags with white space between them, or JSON instead."""
+        tag_rules = [
+            f"tag{index}: {self._symbols(tag.begin)} %json {_with_options(schema, None)} {self._symbols(tag.end)}"
+            for index, (tag, schema) in enumerate(zip(tags, schemas, strict=True))
+        ]
+        any_tag = " | ".join(f"tag{index}" for index in range(len(tags)))
+        answer = "SPACE? tag" if rules.stops_after_first else "(SPACE? tag)+"
+        if otherwise is not None:
+            answer += " | otherwise"
+            tag_rules.append(f"otherwise: %json {_with_options(otherwise, None)}")
+        return "\n".join(
+            ["%llguidance {}", f"start: {answer}", f"tag: {any_tag}", "SPACE: /[ \\t\\n\\r]{1,4}/", *tag_rules]
+        )
+
+    def _tag_grammar(self, tags: Sequence[StructuralTag], schemas: Sequence[Schema], rules: TagRules) -> str:
         """Free text that stops at the first trigger, a tag, and so on, then free text to the end.
 
         A trigger is found by a lazy lexeme: of all texts that end with it, the shortest.
         """
         heads: dict[str, list[str]] = {}
-        rules: list[str] = []
+        lines: list[str] = []
         for index, (tag, schema) in enumerate(zip(tags, schemas, strict=True)):
             head = self._head(tag.trigger)
             body = f"{self._symbols(tag.begin[len(head) :])} %json {_with_options(schema, None)} "
-            rules.append(f"tag{index}: {body}{self._symbols(tag.end)}")
+            lines.append(f"tag{index}: {body}{self._symbols(tag.end)}")
             heads.setdefault(head, []).append(f"tag{index}")
         for index, (head, bodies) in enumerate(heads.items()):
             token_id = self._special_tokens.get(head)
-            rules.append(f"part{index}: head{index} ({' | '.join(bodies)})")
-            rules.append(
+            lines.append(f"part{index}: head{index} ({' | '.join(bodies)})")
+            lines.append(
                 f"head{index}[lazy]: TEXT {_literal(head)}" if token_id is None else f"head{index}: TEXT <[{token_id}]>"
             )
         parts = " | ".join(f"part{index}" for index in range(len(heads)))
-        return "\n".join(["%llguidance {}", f"start: ({parts})* rest", "rest: TEXT", "TEXT: /(.|\\n)*/", *rules])
+        start = f"({parts}) | rest" if rules.stops_after_first else f"({parts})* rest"
+        return "\n".join(["%llguidance {}", f"start: {start}", "rest: TEXT", "TEXT: /(.|\\n)*/", *lines])
 
     def _head(self, trigger: str) -> str:
         """What the text is searched for: the trigger, or the control token with which it begins."""

@@ -203,6 +203,38 @@ def test_tags_bind_from_their_trigger_on(text: str, compiler: MatcherCompiler, t
 
 
 @pytest.mark.parametrize(
+    ("rules", "right", "wrong"),
+    [
+        (
+            {"at_least_one": True},
+            ["<f=add>1</f>", '\n<f=add>1</f>\n<|im_start|>tool\n7<repo_name>\n<f=say>{"a": 1}'],
+            ["", "x<f=add>1</f>", "<f=add>1</f>x", "<f=add>1", "<f=sub>1</f>", "     <f=add>1</f>"],
+        ),
+        (
+            {"at_least_one": True, "stop_after_first": True},
+            ["<f=add>1</f>", " <f=add>1</f>"],
+            ["<f=add>1</f><f=add>1</f>", "x"],
+        ),
+        ({"stop_after_first": True}, ["x", "x <f=add>1</f>", ""], ["<f=add>1</f>x", "<f=add>1</f><f=add>1</f>"]),
+        (
+            {"otherwise": {"type": "array", "items": False}},
+            ["[]", "<f=add>1</f>", "<f=add>1</f> <f=add>2</f>"],
+            ["x", "[]<f=add>1</f>", "<f=add>1</f>[]", "[1]"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_may_stand_around_tags(
+    rules: dict[str, object], right: list[str], wrong: list[str], compiler: MatcherCompiler, tokenizer: Tokenizer
+) -> None:
+    def is_possible(text: str) -> bool:
+        return can_write(compiler, tokenizer, text, allow_special=True, structural_tag=TAGS | rules)
+
+    assert [text for text in right if not is_possible(text)] == []
+    assert [text for text in wrong if is_possible(text)] == []
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"schema": {"not": {}}}, "/structures/0/schema/not: this keyword"),
