@@ -29,6 +29,7 @@ from trioengine.types.messages import (
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
+from trioengine.types.request import KVHints
 
 VOCAB_SIZE = 9
 FAILING_SEED = 100
@@ -55,8 +56,13 @@ class Sent:
 
     request: EngineCoreRequest
     answer: Answer
+    arrived_s: float
+    sequence_id: int
+    """That it has if it was not refused."""
     is_aborted: bool = False
     is_dropped: bool = False
+    is_late: bool = False
+    """Whether its deadline had passed when it had not begun."""
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -122,6 +128,8 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         logprobs=st.none() | st.integers(0, 2),
         prompt_logprobs=st.none() | st.integers(0, 2),
+        queue_timeout_s=st.none() | st.integers(1, 3),
+        kv_hints=st.none() | st.builds(KVHints, st.booleans(), st.booleans()),
     )
     def add(
         self,
@@ -135,6 +143,8 @@ class CoreMachine(RuleBasedStateMachine):
         priority: int,
         logprobs: int | None,
         prompt_logprobs: int | None,
+        queue_timeout_s: int | None,
+        kv_hints: KVHints | None,
     ) -> None:
         """Send a request, perhaps one that cannot fit."""
         ends = sorted(end_token_ids)
@@ -145,7 +155,8 @@ class CoreMachine(RuleBasedStateMachine):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-        self._send(client, prompt, sampling, seed, tuple(ends[:num_eos]), priority)
+        hints = {"queue_timeout_s": queue_timeout_s, "kv_hints": kv_hints}
+        self._send(client, prompt, sampling, seed, tuple(ends[:num_eos]), priority, **hints)
 
     @rule(
         client=CLIENTS,
@@ -154,14 +165,35 @@ class CoreMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1),
         priority=st.integers(-1, 1),
         fails_at=st.none() | st.integers(0, 4),
+        kv_hints=st.none() | st.builds(KVHints, st.booleans(), st.booleans()),
     )
     def add_with_common_prefix(
-        self, client: int, num_prompt_tokens: int, last_token: int, seed: int, priority: int, fails_at: int | None
+        self,
+        client: int,
+        num_prompt_tokens: int,
+        last_token: int,
+        seed: int,
+        priority: int,
+        fails_at: int | None,
+        kv_hints: KVHints | None,
     ) -> None:
         """Send a request whose prompt begins like others, and which may fail."""
         prompt = [*(position % VOCAB_SIZE for position in range(num_prompt_tokens)), last_token]
         seed = seed if fails_at is None else FAILING_SEED + fails_at
-        self._send(client, prompt, SamplingParams(max_tokens=8), seed, (), priority)
+        self._send(client, prompt, SamplingParams(max_tokens=8), seed, (), priority, kv_hints=kv_hints)
+
+    @rule(seconds=st.integers(1, 2))
+    def wait(self, seconds: int) -> None:
+        """Time passes in which the loop does not turn. Then requests that have not begun in theirs are dropped."""
+        self.driver.now_s += seconds
+        for sent in self.sent:
+            limit_s, answer = sent.request.queue_timeout_s, sent.answer
+            is_open = not (answer.finished or sent.is_dropped or sent.is_aborted)
+            if limit_s is not None and is_open and sent.arrived_s + limit_s <= self.driver.now_s:
+                sent.is_late = not self._has_begun(sent)
+        self.driver.core.poll()
+        timeout_s = self.driver.core.idle_timeout_s()
+        assert timeout_s is None or timeout_s > 0
 
     @rule()
     def make_loads_fail(self) -> None:
@@ -287,6 +319,7 @@ class CoreMachine(RuleBasedStateMachine):
         seed: int,
         eos_token_ids: tuple[int, ...],
         priority: int,
+        **hints: Any,
     ) -> None:
         in_use = {
             sent.answer.slot
@@ -297,8 +330,13 @@ class CoreMachine(RuleBasedStateMachine):
         request = make_core_request(
             slot, prompt, sampling=sampling, seed=seed, eos_token_ids=eos_token_ids, priority=priority
         )
+        request = attrs.evolve(request, **hints)
         self.is_disturbed |= seed >= FAILING_SEED
-        self.sent.append(Sent(request, self.driver.add(request, client)))
+        sequence_id = self.driver.core._num_arrivals  # pyright: ignore[reportPrivateUsage]
+        self.sent.append(Sent(request, self.driver.add(request, client), self.driver.now_s, sequence_id))
+
+    def _has_begun(self, sent: Sent) -> bool:
+        return sent.sequence_id in self.sequences
 
     def _load(self) -> tuple[int, int, int]:
         core = self.driver.core
@@ -351,10 +389,15 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self._check_logprobs(answer, prompt, request)
         assert answer.num_cached_tokens < len(prompt)
-        if not self.config.enable_prefix_caching or sampling.prompt_logprobs is not None:
+        reads_cache = request.kv_hints is None or request.kv_hints.read_prefix_cache
+        if not (self.config.enable_prefix_caching and reads_cache) or sampling.prompt_logprobs is not None:
             assert answer.num_cached_tokens == 0
         tokens, reason, stop_token_id = self._expected(prompt, request)
-        if finished.error is not None:
+        if sent.is_late:
+            assert finished.error is not None
+            assert finished.error.name == "DeadlineExceededError"
+            assert (answer.tokens, answer.waited_us) == ([], None)
+        elif finished.error is not None:
             assert request.seed >= FAILING_SEED
             assert len(answer.tokens) == request.seed - FAILING_SEED
             assert answer.tokens == tokens[: len(answer.tokens)]

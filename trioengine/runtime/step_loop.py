@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from trioengine.errors import CodecError
@@ -15,6 +15,7 @@ from trioengine.types.messages import (
     EncodeCoreRequest,
     EngineCoreRequest,
     Reply,
+    StartWave,
     StepOutput,
     Stop,
     ToCore,
@@ -33,11 +34,15 @@ class Core(Protocol):
 
     def poll(self) -> None: ...
 
+    def idle_timeout_s(self) -> float | None: ...
+
     def step(self) -> None: ...
 
     def take_output(self, client: int) -> StepOutput | None: ...
 
     def take_replies(self, client: int) -> Sequence[Reply]: ...
+
+    def drop_client(self, client: int) -> None: ...
 
 
 class Mailbox:
@@ -67,18 +72,29 @@ class Mailbox:
 
 
 def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPage, waker: Waker | None = None) -> None:
-    """Serve until a front end says `Stop`. An exception is the core's death.
+    """Serve until a front end says `Stop` or all of them are gone. An exception is the core's death.
+
+    Front ends are numbered as in `sockets`. The socket of one that is gone is closed, and its requests are dropped.
 
     Whoever gives the core work from another thread wakes `waker`: what `core.poll` looks for.
     """
     mailboxes = [Mailbox(client, socket) for client, socket in enumerate(sockets)]
-    while True:
+    while mailboxes:
         if not core.has_work:
-            poll(sockets, full=[mailbox.socket for mailbox in mailboxes if mailbox.is_full], waker=waker)
+            full = [mailbox.socket for mailbox in mailboxes if mailbox.is_full]
+            poll([mailbox.socket for mailbox in mailboxes], full=full, waker=waker, timeout_s=core.idle_timeout_s())
         core.poll()
-        for mailbox in mailboxes:
-            if _handle_inbox(core, mailbox):
+        for mailbox in tuple(mailboxes):
+            # Asked first: all that it had sent is here then.
+            is_gone = mailbox.socket.is_peer_gone
+            messages = mailbox.socket.drain()
+            if _handle(core, mailbox, messages):
                 return
+            if is_gone and not messages:
+                logger.warning("Front end %d is gone; its requests are dropped.", mailbox.client)
+                mailboxes.remove(mailbox)
+                mailbox.socket.close()
+                core.drop_client(mailbox.client)
         if core.has_work:
             page.begin_step()
             core.step()
@@ -95,9 +111,9 @@ def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPag
                 mailbox.flush()
 
 
-def _handle_inbox(core: Core, mailbox: Mailbox) -> bool:
-    """Handle all messages that are here; whether one was `Stop`."""
-    for parts in mailbox.socket.drain():
+def _handle(core: Core, mailbox: Mailbox, messages: Iterable[Sequence[bytes]]) -> bool:
+    """Handle a front end's messages; whether one was `Stop`."""
+    for parts in messages:
         try:
             message = decode(parts[-1])
         except CodecError as error:
@@ -106,7 +122,7 @@ def _handle_inbox(core: Core, mailbox: Mailbox) -> bool:
         match message:
             case Stop():
                 return True
-            case EngineCoreRequest() | EncodeCoreRequest() | AbortRequests() | CallRequest():
+            case EngineCoreRequest() | EncodeCoreRequest() | AbortRequests() | CallRequest() | StartWave():
                 reply = core.handle(mailbox.client, message)
                 if reply is not None:
                     mailbox.add(encode(reply))

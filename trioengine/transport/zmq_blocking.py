@@ -21,12 +21,23 @@ class BlockingSocket:
     def __init__(self, zmq_socket: zmq.Socket[bytes], *, owned_context: zmq.Context[zmq.Socket[bytes]] | None = None):
         """Take over `zmq_socket`, and `owned_context` (which must hold no other socket) if one is given."""
         self._socket = zmq_socket
+        self._monitor: zmq.Socket[bytes] = zmq_socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._owned_context = owned_context
 
     @property
     def zmq_socket(self) -> zmq.Socket[bytes]:
         """The socket itself, for `poll`."""
         return self._socket
+
+    @property
+    def monitor(self) -> zmq.Socket[bytes]:
+        """Readable when `is_peer_gone`, for `poll`."""
+        return self._monitor
+
+    @property
+    def is_peer_gone(self) -> bool:
+        """Whether the connection to the front end was lost, or closed there. What has come before can be drained."""
+        return bool(int(self._monitor.get(EVENTS)) & zmq.POLLIN)
 
     def drain(self, max_messages: int = MAX_READY_MESSAGES) -> list[list[bytes]]:
         """All messages that are here now, at most `max_messages`, the oldest first; an empty list for none."""
@@ -46,6 +57,8 @@ class BlockingSocket:
         """Close; messages that are not sent within `linger_s` are dropped. May be called again."""
         if self._socket.closed:
             return
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=math.ceil(linger_s * 1000))
         if self._owned_context is not None:
             self._owned_context.term()
@@ -87,7 +100,8 @@ def poll(
     waker: Waker | None = None,
     timeout_s: float | None = None,
 ) -> bool:
-    """Block until one of `inboxes` has a message or one of `full` has room to send; False when the time ran out first.
+    """Block until one of `inboxes` has a message or no peer any more, or one of `full` has room to send; False when the
+    time ran out first.
 
     Args:
         inboxes: sockets to wait for messages on.
@@ -101,6 +115,7 @@ def poll(
         flags[each] = flags.get(each, 0) | POLLOUT
     for each, wanted in flags.items():
         poller.register(each.zmq_socket, wanted)
+        poller.register(each.monitor, zmq.POLLIN)
     if waker is not None:
         poller.register(waker, zmq.POLLIN)
     events = dict(poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))

@@ -9,7 +9,13 @@ from trioengine.core.engine_core import MAX_SLOT
 from trioengine.core.executor import TokenLogprobs
 from trioengine.core.operations import HANDLERS
 from trioengine.errors import RequestError
-from trioengine.testing.core_driver import CoreDriver, make_core_config, make_core_request
+from trioengine.testing.core_driver import (
+    Answer,
+    CoreDriver,
+    make_core_config,
+    make_core_request,
+    make_encode_request,
+)
 from trioengine.testing.fake_executor import Fail, generate_alone, logprobs_alone
 from trioengine.types.codec import decode_reply
 from trioengine.types.messages import (
@@ -22,13 +28,17 @@ from trioengine.types.messages import (
     Finished,
     GetLoad,
     GetStats,
+    PauseGeneration,
+    PauseMode,
     Reply,
+    ResumeGeneration,
     SchedulerStats,
     Stop,
     unpack_int32,
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
+from trioengine.types.request import KVHints
 from trioengine.types.structured import StructuredOutputsParams
 
 
@@ -554,7 +564,7 @@ def test_every_output_says_how_the_core_does() -> None:
     assert driver.outputs[-1].stats == SchedulerStats(0, 0, 0.0, 6, 0, 0, 0, 0, 0)
 
 
-def test_everything_aborted_at_once_leaves_nothing() -> None:
+def test_the_next_message_says_that_everything_is_gone() -> None:
     """Case 8 (vllm 29928): the very next message says that nothing runs and nothing waits."""
     driver = CoreDriver(make_core_config(max_num_seqs=3))
     answers = [driver.add(make_core_request(slot, max_tokens=30)) for slot in range(8)]
@@ -585,3 +595,132 @@ def test_each_client_hears_of_new_weights_once() -> None:
     driver.add(make_core_request(0, max_tokens=2), client=1)
     driver.run()
     assert [output.weight_version for output in driver.outputs] == [None, "7", "7", None]
+
+
+# Deadlines of queued requests
+
+
+def error_of(answer: Answer) -> str | None:
+    """The name of the error that a request ended with; None while it has not ended so."""
+    return answer.finished.error.name if answer.finished and answer.finished.error else None
+
+
+def test_a_request_that_is_not_begun_in_time_is_dropped() -> None:
+    """Case 20 (vllm 2901): also one for vectors; the one that runs goes on, and no step is planned for those."""
+    driver = CoreDriver(make_core_config(max_num_seqs=1))
+    running = driver.add(attrs.evolve(make_core_request(0, max_tokens=6), queue_timeout_s=1.0))
+    driver.step()
+    late = driver.add(attrs.evolve(make_core_request(1), queue_timeout_s=1.0))
+    vectors = driver.add(attrs.evolve(make_encode_request(2), queue_timeout_s=2.0))
+    patient = driver.add(make_core_request(3))
+    assert driver.core.idle_timeout_s() == 1.0
+    driver.now_s = 0.99
+    driver.step()
+    driver.take_all()
+    assert late.finished is None
+    driver.now_s = 1.0
+    driver.core.poll()
+    driver.take_all()
+    assert (error_of(late), error_of(vectors)) == ("DeadlineExceededError", None)
+    assert driver.core.idle_timeout_s() == 1.0
+    driver.now_s = 5.0
+    driver.run()
+    assert error_of(vectors) == "DeadlineExceededError"
+    assert (len(running.tokens), len(patient.tokens)) == (6, 4)
+    assert driver.core.idle_timeout_s() is None
+    assert {new.sequence_id for plan in driver.plans for new in plan.new} == {0, 3}
+
+
+def test_a_request_that_began_is_not_dropped_when_it_waits_again() -> None:
+    driver = CoreDriver(make_core_config(max_num_seqs=1))
+    answer = driver.add(attrs.evolve(make_core_request(0), queue_timeout_s=1.0))
+    driver.step()
+    driver.core.scheduler.preempt_all()
+    driver.now_s = 9.0
+    driver.run()
+    assert (len(answer.tokens), error_of(answer), answer.num_preemptions) == (4, None, 1)
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_a_deadline_passes_during_a_pause(mode: PauseMode) -> None:
+    """For whoever comes then: there is no work, and the loop is told when to look again."""
+    driver = CoreDriver()
+    driver.call(PauseGeneration(mode))
+    answer = driver.add(attrs.evolve(make_core_request(0), queue_timeout_s=0.5))
+    assert not driver.core.has_work
+    assert driver.core.idle_timeout_s() == 0.5
+    driver.now_s = 0.5
+    driver.core.poll()
+    driver.take_all()
+    assert error_of(answer) == "DeadlineExceededError"
+    assert driver.core.idle_timeout_s() is None
+    driver.core.check_integrity()
+
+
+def test_deadlines_of_requests_that_are_gone_are_not_kept() -> None:
+    """However far away they are."""
+    driver = CoreDriver()
+    for _ in range(1000):
+        driver.add(attrs.evolve(make_core_request(0), queue_timeout_s=1e6))
+        driver.abort(0)
+        driver.take_all()
+    assert len(driver.core._queue_deadlines) <= 65
+    assert driver.core.idle_timeout_s() is None
+
+
+# What a request wants of the prefix cache
+
+
+def caching_driver() -> CoreDriver:
+    return CoreDriver(attrs.evolve(make_core_config(), enable_prefix_caching=True))
+
+
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_a_request_may_refuse_what_is_cached(is_sampling: bool) -> None:
+    """It computes its whole prompt, and what it computes is cached."""
+    driver = caching_driver()
+    driver.add(make_core_request(0, range(1, 14)))
+    driver.run()
+    request = make_core_request(0, range(1, 14))
+    if is_sampling:
+        request = attrs.evolve(request, sampling=SamplingParams(max_tokens=4, skip_reading_prefix_cache=True))
+    else:
+        request = attrs.evolve(request, kv_hints=KVHints(read_prefix_cache=False))
+    num_plans = len(driver.plans)
+    answer = driver.add(request)
+    driver.run()
+    assert (answer.num_cached_tokens, driver.plans[num_plans].num_tokens) == (0, 13)
+    answer = driver.add(make_core_request(0, range(1, 14)))
+    driver.run()
+    assert answer.num_cached_tokens == 12
+
+
+def test_a_request_may_leave_nothing_behind() -> None:
+    """Neither its prompt nor its answer is found: by others in its step or later, or by itself after a preemption."""
+    driver = caching_driver()
+    secret = attrs.evolve(make_core_request(0, range(1, 14), max_tokens=8), kv_hints=KVHints(write_prefix_cache=False))
+    driver.add(secret)
+    beside = driver.add(make_core_request(1, range(1, 9), max_tokens=1))
+    driver.step()
+    driver.take_all()
+    assert beside.num_cached_tokens == 0
+    driver.begin_call(PauseGeneration(PauseMode.KEEP))  # It clears the cache.
+    driver.run()
+    driver.call(ResumeGeneration())
+    driver.run()
+    assert driver.add(make_core_request(1, range(1, 14))).num_cached_tokens == 0
+    driver.run()
+    stats = driver.outputs[-1].stats
+    assert stats is not None
+    assert (stats.num_preemptions, stats.num_prefix_cache_hits) == (1, 0)
+    assert stats.num_prefix_cache_queries > 0
+
+
+def test_a_request_that_leaves_nothing_behind_finds_what_is_there() -> None:
+    driver = caching_driver()
+    driver.add(make_core_request(0, range(1, 14)))
+    driver.run()
+    hints = KVHints(write_prefix_cache=False)
+    answer = driver.add(attrs.evolve(make_core_request(0, range(1, 14)), kv_hints=hints))
+    driver.run()
+    assert answer.num_cached_tokens == 12

@@ -30,6 +30,9 @@ from trioengine.types.messages import (
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
 
+GONE = object()
+"""The event that the front end has closed its end."""
+
 
 class FakeSocket:
     """A front end's mailbox: messages come when the test says, and there is room for as many as it says."""
@@ -38,6 +41,11 @@ class FakeSocket:
         self.inbox: deque[list[bytes]] = deque()
         self.sent: list[bytes] = []
         self.room = 1000
+        self.is_peer_gone = False
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def drain(self, max_messages: int = 1024) -> list[list[bytes]]:
         messages = list(self.inbox)
@@ -67,6 +75,8 @@ class CountingCore:
         self.steps_left = 0
         self.num_polls = 0
         self.late_replies: dict[int, Reply] = {}  # By the number of steps that they come after.
+        self.timeout_s: float | None = None
+        self.dropped: list[int] = []
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +111,13 @@ class CountingCore:
     def poll(self) -> None:
         self.num_polls += 1
 
+    def idle_timeout_s(self) -> float | None:
+        return self.timeout_s
+
+    def drop_client(self, client: int) -> None:
+        self.dropped.append(client)
+        self.slots.clear()
+
     def take_output(self, client: int) -> StepOutput | None:
         return self.outbox.take(self.num_steps, 0.0)
 
@@ -129,14 +146,25 @@ class Loop:
         self.socket, self.core, self.page = FakeSocket(), CountingCore(), FakePage()
         self.events: deque[Any] = deque()
         self.was_full: list[bool] = []
+        self.timeouts_s: list[float | None] = []
         monkeypatch.setattr(step_loop, "poll", self.wait)
 
-    def wait(self, sockets: Sequence[FakeSocket], *, full: Sequence[FakeSocket], waker: Waker | None) -> None:
+    def wait(
+        self,
+        sockets: Sequence[FakeSocket],
+        *,
+        full: Sequence[FakeSocket],
+        waker: Waker | None,
+        timeout_s: float | None,
+    ) -> None:
         assert list(sockets) == [self.socket]
         assert waker is None
+        self.timeouts_s.append(timeout_s)
         self.was_full.append(list(full) == [self.socket])
         event = self.events.popleft()
-        if isinstance(event, int):
+        if event is GONE:
+            self.socket.is_peer_gone = True
+        elif isinstance(event, int):
             self.socket.room += event
         else:
             self.socket.inbox.extend([b"front end", encode(message)] for message in event)
@@ -225,6 +253,30 @@ def test_an_abort_is_answered_without_a_step(loop: Loop) -> None:
     loop.run([AbortRequests((5,))])
     assert loop.socket.outputs()[0].finished == (Finished(5, FinishReason.ABORT),)
     assert loop.page.notes == []
+
+
+def test_a_front_end_that_is_gone_is_dropped_and_the_last_one_ends_it(loop: Loop) -> None:
+    """No step is computed for it any more."""
+    loop.core.steps_left = 1000
+    loop.events.extend([[], GONE])
+    loop.core.slots = []
+    run_step_loop(loop.core, [loop.socket], loop.page)  # type: ignore[list-item, arg-type]
+    assert (loop.core.dropped, loop.socket.is_closed, loop.page.notes) == ([0], True, [])
+
+
+def test_what_a_front_end_said_last_is_heard(loop: Loop) -> None:
+    """A `Stop` that waits behind the end of the connection counts, and is the usual way to go."""
+    loop.socket.is_peer_gone = True
+    loop.socket.inbox.extend([[encode(add(1))], [encode(Stop())]])
+    loop.events.append([])
+    run_step_loop(loop.core, [loop.socket], loop.page)  # type: ignore[list-item, arg-type]
+    assert (loop.core.messages, loop.core.dropped) == ([add(1)], [])
+
+
+def test_the_wait_ends_when_the_core_says_so(loop: Loop) -> None:
+    loop.core.timeout_s = 2.5
+    loop.run([])
+    assert loop.timeouts_s == [2.5, 2.5]
 
 
 def test_garbage_is_ignored(loop: Loop) -> None:
