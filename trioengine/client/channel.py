@@ -6,6 +6,7 @@ the output itself. Putting never waits.
 """
 
 import contextlib
+import sys
 from collections.abc import Sequence
 
 import trio
@@ -24,15 +25,18 @@ class CoalescingChannel:
     marked it as taken, with no await between.
     """
 
-    def __init__(self, *, n: int = 1, is_final_only: bool = False) -> None:
+    def __init__(self, *, n: int = 1, is_final_only: bool = False, interval: int = 1) -> None:
         """For a request of `n` answers, which end one by one.
 
-        With `is_final_only` everything is held until the end, and the reader is woken once.
+        With `is_final_only` everything is held until the end, and the reader is woken once. With an `interval`, what
+        follows the first output is held until there are so many tokens.
         """
         self._send, self._receive = trio.open_memory_channel[AnyPendingOutput](1)
         self._last = new_pending_output(n)
         self._is_delivered = False
-        self._is_final_only = is_final_only
+        self._min_tokens = sys.maxsize if is_final_only else 0
+        """Fewer tokens than this are held until there are as many; 0 holds nothing."""
+        self._min_later_tokens = self._min_tokens if interval == 1 else max(interval, self._min_tokens)
 
     def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
         """Keep what became known of the prompt for the first output."""
@@ -85,8 +89,9 @@ class CoalescingChannel:
     def _deliver(self) -> None:
         """Send the newest object unless it is on its way already, or held because more follows."""
         last = self._last
-        if not self._is_delivered and (last.is_last or not self._is_final_only):
+        if not self._is_delivered and (not self._min_tokens or last.is_last or last.has_at_least(self._min_tokens)):
             self._is_delivered = True
+            self._min_tokens = self._min_later_tokens
             # The object before was taken, so the buffer is empty: this never raises WouldBlock. A reader that has left
             # has its abort on the way.
             with contextlib.suppress(trio.BrokenResourceError):

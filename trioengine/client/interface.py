@@ -5,10 +5,10 @@ from types import TracebackType
 from typing import Protocol
 
 from trioengine.client.operations import EngineOperations
-from trioengine.client.renderer import Renderer
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.frontend.input_processor import InputProcessor
+from trioengine.frontend.renderer import Renderer
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.output import RequestOutput
 from trioengine.types.pooling import EncodeRequest, PoolingOutput

@@ -83,8 +83,10 @@ class RequestStream:
             processed = owner.input_processor.process(self._request)
             await trio.lowlevel.checkpoint()
         # From here to the end nothing awaits: either the request is registered and will be left, or neither.
-        kind = processed.sampling.output_kind
-        channel = CoalescingChannel(n=processed.sampling.n, is_final_only=kind is RequestOutputKind.FINAL_ONLY)
+        sampling = processed.sampling
+        kind = sampling.output_kind
+        is_final_only = kind is RequestOutputKind.FINAL_ONLY
+        channel = CoalescingChannel(n=sampling.n, is_final_only=is_final_only, interval=sampling.stream_interval or 1)
         self._leave = owner.start(processed, channel, waited_s=trio.current_time() - entered_s)
         self._channel = channel
         self._processed = processed

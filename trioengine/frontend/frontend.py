@@ -29,6 +29,7 @@ from trioengine.frontend.parent_request import Child, ParentRequest
 from trioengine.frontend.pooling_state import PoolingSink, PoolingState, vectors_by_slot
 from trioengine.frontend.request_state import RequestState
 from trioengine.frontend.sink import ChildSink, Sink
+from trioengine.observability.request_log import log_arrival
 from trioengine.observability.stats import FinishedRequestStats, IterationStats, StatLogger
 from trioengine.types.codec import decode_reply, error_from_data
 from trioengine.types.messages import (
@@ -495,8 +496,14 @@ class Frontend:
         self._num_open_requests += 1
         self._deadlines.add(parent)
         if self._logs_requests:
-            num_tokens = parent.num_prompt_tokens
-            logger.info("Request %s: %d prompt tokens, rank %d.", parent.external_id, num_tokens, parent.rank)
+            processed = parent.processed
+            log_arrival(
+                processed.external_id,
+                parent.num_prompt_tokens,
+                processed.sampling if isinstance(processed, ProcessedRequest) else processed.pooling,
+                priority=processed.priority,
+                lora=processed.lora,
+            )
         return rank
 
     def _internal_id(self, external_id: str) -> str:
@@ -550,9 +557,6 @@ class Frontend:
         word = "error" if reason is None else reason.value
         if self._stat_loggers:
             self._ranks[parent.rank].ended.append(parent.finished_stats(word, self._clock()))
-        if self._logs_requests:
-            num_tokens = sum(each.num_tokens for each in parent.children)
-            logger.info("Request %s: %d tokens, %s.", parent.external_id, num_tokens, word)
 
     def _leave_queue(self, child: Child) -> None:
         if child.is_queued:

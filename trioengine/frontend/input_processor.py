@@ -2,30 +2,27 @@
 
 import random
 import secrets
-from collections.abc import Mapping, Sequence
-from types import NoneType
+from collections.abc import Mapping
 
 import attrs
 
 from trioengine.errors import PromptTooLongError, RequestError
-from trioengine.tokenizer.chat_template import render_chat
+from trioengine.frontend.renderer import Renderer, TokenizationKwargs
+from trioengine.frontend.request_checks import check_request, reasoning_ended
 from trioengine.tokenizer.pairs import PairTokens, encode_cut, encode_pair
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import ModelFacts
 from trioengine.types.params import SamplingParams, check_text
 from trioengine.types.pooling import EncodePrompt, EncodeRequest, PoolingParams, PoolingTask, TextPairPrompt
 from trioengine.types.request import (
-    MAX_LORA_NAME_CHARS,
     ChatPrompt,
     Deadlines,
     GenerateRequest,
     KVHints,
-    Prompt,
     TextPrompt,
     TokensPrompt,
 )
 
-MAX_CACHE_SALT_CHARS = 256
 LONG_PROMPT_CHARS = 16_384
 """Longer prompts take over 5 ms to tokenize, which an event loop should not wait for."""
 
@@ -83,6 +80,13 @@ class InputProcessor:
 
     tokenizer: Tokenizer
     model: ModelFacts
+    renderer: Renderer = attrs.field(
+        init=False,
+        default=attrs.Factory(
+            lambda self: Renderer(self.tokenizer, self.model.vocab_size, self.model.max_model_len), takes_self=True
+        ),
+    )
+    """Makes tokens of prompts, as `process` does."""
 
     def process(self, request: GenerateRequest) -> ProcessedRequest:
         """The request's tokens and complete parameters.
@@ -93,11 +97,14 @@ class InputProcessor:
         """
         if not self.model.can_generate:
             raise RequestError("This model generates no text; it is for embeddings and the like.", param="model")
+        check_request(request)
         request.sampling.validate()
-        _check_request(request)
         self._check_token_ids(request.sampling)
         self._check_logprobs(request.sampling)
-        prompt_token_ids = self._prompt_token_ids(request.prompt)
+        prompt = self.renderer.tokenize(
+            request.prompt, TokenizationKwargs.of(request.tokenization_kwargs), room=self._room(request.sampling)
+        )
+        prompt_token_ids = tuple(prompt.token_ids)
         if not prompt_token_ids:
             raise RequestError(
                 "The prompt is empty: this model needs at least one token to start from.", param="prompt"
@@ -119,12 +126,13 @@ class InputProcessor:
             priority=request.priority,
             cache_salt=request.cache_salt,
             lora=request.lora,
-            reasoning_ended=request.reasoning_ended,
+            reasoning_ended=reasoning_ended(request),
             data_parallel_rank=request.data_parallel_rank,
             session_id=request.session_id,
             deadlines=request.deadlines,
             trace_headers=request.trace_headers,
             kv_hints=request.kv_hints,
+            prompt_text=prompt.prompt_text,
             warnings=warnings,
         )
 
@@ -139,7 +147,7 @@ class InputProcessor:
         if facts is None:
             raise RequestError("This model gives no vectors.", param="model")
         pooling = facts.complete(request.pooling)
-        _check_request(request)
+        check_request(request)
         if pooling.task is PoolingTask.SCORE and isinstance(request.prompt, (TextPrompt, ChatPrompt)):
             raise RequestError("A score is of two texts.", param="prompt")
         tokens = self._encode_tokens(request.prompt, self._max_prompt_len(request))
@@ -176,6 +184,12 @@ class InputProcessor:
                 lengths = (len(content) for message in messages if isinstance(content := message.get("content"), str))
                 return sum(lengths) > LONG_PROMPT_CHARS
 
+    def _room(self, sampling: SamplingParams) -> int:
+        """How many tokens of a prompt leave room for the answer."""
+        most = self.model.max_model_len
+        num_answer = 1 if sampling.max_tokens is None else sampling.max_tokens
+        return most - min(num_answer, most - 1)
+
     def _end_token_ids(self) -> tuple[int, ...]:
         """Of the model's configuration and of the tokenizer, which may know more (`<|endoftext|>` beside `<|im_end|>`).
 
@@ -205,33 +219,8 @@ class InputProcessor:
             case TextPrompt(text) if max_len is not None:
                 return PairTokens(encode_cut(self.tokenizer, text, max_len))
             case _:
-                token_ids = self._prompt_token_ids(prompt)
-                return PairTokens(token_ids[:max_len])
-
-    def _prompt_token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        match prompt:
-            case TextPrompt(text):
-                return tuple(self.tokenizer.encode(text))
-            case TokensPrompt(token_ids):
-                return self._check_prompt_ids(token_ids)
-            case ChatPrompt() as chat:
-                rendered = render_chat(
-                    self.tokenizer,
-                    chat.messages,
-                    add_generation_prompt=chat.add_generation_prompt,
-                    template_kwargs=chat.template_kwargs,
-                )
-                return tuple(rendered.token_ids)
-
-    def _check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        checked = tuple(token_ids)
-        vocab_size = self.model.vocab_size
-        for position, token_id in enumerate(checked):
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"prompt[{position}] must be a token id from 0 to {vocab_size - 1}.", param=f"prompt[{position}]"
-                )
-        return checked
+                tokens = self.renderer.tokenize(prompt, TokenizationKwargs(), room=self.model.max_model_len)
+                return PairTokens(tokens.token_ids[:max_len])
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         for position, token_id in enumerate(sampling.stop_token_ids):
@@ -255,24 +244,6 @@ class InputProcessor:
                     f"{vocab_size if limit == -1 else limit}.",
                     param=name,
                 )
-
-
-def _check_request(request: GenerateRequest | EncodeRequest) -> None:
-    """Check what belongs to the request itself, and needs no model."""
-    if request.request_id is not None:
-        check_text(request.request_id, "request_id")
-    if type(request.priority) is not int or not -(2**31) <= request.priority < 2**31:
-        raise RequestError("priority must be an integer of 32 bits.", param="priority")
-    if request.cache_salt is not None:
-        check_text(request.cache_salt, "cache_salt")
-        if not 0 < len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
-            raise RequestError(f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt")
-    if request.lora is not None:
-        check_text(request.lora, "lora")
-        if not 0 < len(request.lora) <= MAX_LORA_NAME_CHARS:
-            raise RequestError(f"lora must have 1 to {MAX_LORA_NAME_CHARS} characters.", param="lora")
-    if isinstance(request, GenerateRequest) and type(request.reasoning_ended) not in (bool, NoneType):
-        raise RequestError("reasoning_ended must be True, False or None.", param="reasoning_ended")
 
 
 def _fit_max_tokens(sampling: SamplingParams, num_left: int) -> tuple[SamplingParams, tuple[str, ...]]:

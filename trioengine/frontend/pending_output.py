@@ -38,6 +38,10 @@ class PendingOutput:
         """Whether there is something to read besides an error."""
         return bool(self.token_ids or self.texts)
 
+    def has_at_least(self, num_tokens: int) -> bool:
+        """Whether there are so many tokens to read."""
+        return len(self.token_ids) >= num_tokens
+
     def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
         """Add what became known of the prompt."""
         self.num_cached_tokens = num_cached_tokens or self.num_cached_tokens
@@ -94,6 +98,10 @@ class ParallelPendingOutput:
     def has_output(self) -> bool:
         """Whether there is something to read besides an error."""
         return bool(self.answers)
+
+    def has_at_least(self, num_tokens: int) -> bool:
+        """Whether there are so many tokens of one answer to read, or the end of one."""
+        return any(answer.is_last or len(answer.token_ids) >= num_tokens for answer in self.answers.values())
 
     def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
         """Add what became known of the prompt."""

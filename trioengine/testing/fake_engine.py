@@ -12,7 +12,6 @@ import attrs
 import trio
 
 from trioengine.client.interface import EngineClient
-from trioengine.client.renderer import Renderer
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import (
     EngineClosedError,
@@ -23,6 +22,7 @@ from trioengine.errors import (
     UnavailableError,
 )
 from trioengine.frontend.input_processor import InputProcessor
+from trioengine.frontend.renderer import Renderer
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.messages import (
     AddLoRA,

@@ -18,11 +18,15 @@ from trioengine.types.structured import StructuredOutputsParams
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 4096
 MAX_TOP_K = 2**31 - 1
+MAX_N = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGITS_PROCESSORS = 16
 MAX_LOGITS_PROCESSOR_CHARS = 64 * 1024
 """Of one processor's arguments, as JSON."""
+MAX_EXTRA_ARGS = 64
+MAX_EXTRA_ARGS_CHARS = 64 * 1024
+"""Of all names and values together, as JSON."""
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -60,6 +64,38 @@ def _json(value: Any) -> str:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return value
+
+
+def _extra_arguments(arguments: Mapping[str, object] | None) -> Mapping[str, str] | None:
+    """Values as JSON; what has no words in JSON is left to `validate`."""
+    if not isinstance(arguments, Mapping):
+        return arguments
+    return {name: _json_of_any(value) for name, value in arguments.items()}
+
+
+def _json_of_any(value: Any) -> str:
+    if isinstance(value, str) and _is_json(value):
+        return value
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return value
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _thinking_budget(budget: int | None) -> int | None:
+    return None if budget == -1 and type(budget) is int else budget
 
 
 @attrs.frozen
@@ -118,14 +154,18 @@ class SamplingParams:
     """Custom rules by the name of their entry point, each with its arguments: a mapping, kept as JSON."""
     n: int = 1
     """How many answers, each with its own random numbers: a seed counts up from one to the next."""
-    thinking_token_budget: int | None = None
-    """After so many tokens of reasoning the model is made to end it, where the engine has a reasoning parser."""
+    thinking_token_budget: int | None = attrs.field(default=None, converter=_thinking_budget)
+    """After so many tokens of reasoning the model is made to end it, where the engine has a reasoning parser. None and
+    -1 are no limit."""
     skip_reading_prefix_cache: bool | None = None
     """True computes the whole prompt, whatever is cached."""
     spaces_between_special_tokens: bool = True
     """Accepted for vLLM's sake: tokenizers of this engine put no spaces anywhere."""
-    extra_args: Mapping[str, str] | None = attrs.field(default=None, converter=_processor_arguments)
-    """Further arguments, for custom rules: a mapping, kept as JSON."""
+    extra_args: Mapping[str, str] | None = attrs.field(default=None, converter=_extra_arguments)
+    """Further arguments, for custom rules: a mapping from names to values that JSON has words for, each kept as JSON.
+    A text that is JSON already stays as it is."""
+    stream_interval: int | None = None
+    """An output of a stream has at least so many new tokens, the first and the last excepted; None is 1."""
 
     @property
     def is_greedy(self) -> bool:
@@ -149,7 +189,12 @@ class SamplingParams:
             raise RequestError(f"top_k must be 0 to {MAX_TOP_K}, or -1 for off, not {self.top_k}.", param="top_k")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise RequestError("seed must be a 64-bit integer.", param="seed")
+        self._validate_n()
         self._validate_max_tokens()
+        for name, minimum in (("thinking_token_budget", 0), ("stream_interval", 1)):
+            value = getattr(self, name)
+            if value is not None and not minimum <= value < 2**31:
+                raise RequestError(f"{name} must be at least {minimum}, not {value}.", param=name)
         if self.min_tokens < 0:
             raise RequestError(f"min_tokens must be at least 0, not {self.min_tokens}.", param="min_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -162,6 +207,7 @@ class SamplingParams:
         self._validate_stops()
         self._validate_bad_words()
         self._validate_logits_processors()
+        self._validate_extra_args()
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
         for token_id, bias in (self.logit_bias or {}).items():
@@ -184,6 +230,12 @@ class SamplingParams:
             _check_integer(f"logit_bias[{token_id!r}]", token_id)
             if type(bias) is bool or not isinstance(bias, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise RequestError(f"logit_bias[{token_id}] must be a number.", param=f"logit_bias[{token_id}]")
+
+    def _validate_n(self) -> None:
+        if not 1 <= self.n <= MAX_N:
+            raise RequestError(f"n must be 1 to {MAX_N}, not {self.n}.", param="n")
+        if self.n > 1 and self.is_greedy:
+            raise RequestError(f"n must be 1 where temperature or top_p is 0: all {self.n} would be equal.", param="n")
 
     def _validate_max_tokens(self) -> None:
         if (
@@ -235,6 +287,26 @@ class SamplingParams:
             check_text(name, "logits_processors")
             _check_arguments(f"logits_processors[{name[:100]}]", arguments)
 
+    def _validate_extra_args(self) -> None:
+        arguments = self.extra_args
+        if arguments is None:
+            return
+        if not isinstance(arguments, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("extra_args must be a mapping from names to values.", param="extra_args")
+        num_chars = 0
+        for name, value in arguments.items():
+            check_text(name, "extra_args")
+            param = f"extra_args[{name[:100]}]"
+            if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise RequestError(f"{param} must be a value that JSON has words for.", param=param)
+            check_text(value, param)
+            num_chars += len(name) + len(value)
+        if len(arguments) > MAX_EXTRA_ARGS or num_chars > MAX_EXTRA_ARGS_CHARS:
+            raise RequestError(
+                f"extra_args may have {MAX_EXTRA_ARGS} values, and {MAX_EXTRA_ARGS_CHARS} characters as JSON.",
+                param="extra_args",
+            )
+
     def _validate_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(self.stop)} strings; the limit is {MAX_STOP_STRINGS}.", param="stop")
@@ -274,10 +346,6 @@ def _check_arguments(param: str, arguments: object) -> None:
         raise RequestError(f"{param} is no JSON: {str(error)[:200]}.", param=param) from None
     if not isinstance(value, dict):
         raise RequestError(f"{param} must be a mapping.", param=param)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
 
 
 def _scalar(field: "attrs.Attribute[Any]") -> "tuple[str, tuple[type, ...], str] | None":

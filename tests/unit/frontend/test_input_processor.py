@@ -8,7 +8,8 @@ import attrs
 import pytest
 
 from trioengine.errors import PromptTooLongError, RequestError
-from trioengine.frontend.input_processor import LONG_PROMPT_CHARS, MAX_CACHE_SALT_CHARS, InputProcessor
+from trioengine.frontend.input_processor import LONG_PROMPT_CHARS, InputProcessor
+from trioengine.frontend.request_checks import MAX_CACHE_SALT_CHARS
 from trioengine.testing.fake_tokenizer import END_TOKEN, FakeTokenizer
 from trioengine.types.messages import ModelFacts
 from trioengine.types.params import SamplingParams

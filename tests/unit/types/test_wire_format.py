@@ -116,6 +116,7 @@ SAMPLING = SamplingParams(
     skip_reading_prefix_cache=True,
     spaces_between_special_tokens=False,
     extra_args={"yours": {"strength": 0.5}},
+    stream_interval=4,
 )
 LOGPROBS = LogprobColumns(
     slots=b"\1\0\0\0",
@@ -249,7 +250,7 @@ MESSAGES_BY_NAME: Mapping[str, ToCore | FromCore] = {
 }
 
 LAUNCH = CoreLaunch(
-    endpoint=Endpoint("ipc:///tmp/x/zmq", directory="/tmp/x", curve=CurveKeys("public", None)),
+    endpoints=(Endpoint("ipc:///tmp/x/zmq", directory="/tmp/x", curve=CurveKeys("public", None)),),
     rank=0,
     page_fd=7,
     config=EngineConfig(model="model.gguf", max_model_len=64, step_timeout_s=1.5),
