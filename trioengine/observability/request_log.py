@@ -13,24 +13,29 @@ import attrs
 
 from trioengine.observability.stats import FinishedRequestStats, IterationStats
 from trioengine.types.params import SamplingParams
-from trioengine.types.pooling import EncodeRequest, PoolingParams
-from trioengine.types.request import GenerateRequest
+from trioengine.types.pooling import PoolingParams
 
 MAX_NAME_CHARS = 128
 
 logger = logging.getLogger(__name__)
 
 
-def log_arrival(request: GenerateRequest | EncodeRequest, request_id: str, num_prompt_tokens: int) -> None:
+def log_arrival(
+    request_id: str,
+    num_prompt_tokens: int,
+    parameters: SamplingParams | PoolingParams,
+    *,
+    priority: int = 0,
+    lora: str | None = None,
+) -> None:
     """Say that a request has come: its id, its size, and every parameter that is not the default."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    parameters = request.sampling if isinstance(request, GenerateRequest) else request.pooling
     facts = [f"{num_prompt_tokens} prompt tokens", *_parameters(parameters)]
-    if request.priority:
-        facts.append(f"priority={request.priority}")
-    if request.lora is not None:
-        facts.append(f"lora={_quoted(request.lora)}")
+    if priority:
+        facts.append(f"priority={priority}")
+    if lora is not None:
+        facts.append(f"lora={_quoted(lora)}")
     logger.info("Request %s came: %s", _quoted(request_id), ", ".join(facts))
 
 

@@ -11,8 +11,7 @@ from trioengine.observability import request_log
 from trioengine.observability.request_log import MAX_NAME_CHARS, RequestLogger, log_arrival
 from trioengine.observability.stats import FinishedRequestStats, IterationStats
 from trioengine.types.params import RequestOutputKind, SamplingParams
-from trioengine.types.pooling import EncodeRequest, PoolingParams, PoolingTask
-from trioengine.types.request import ChatPrompt, GenerateRequest
+from trioengine.types.pooling import PoolingParams, PoolingTask
 from trioengine.types.structured import StructuredOutputsParams
 
 SECRET = "Secret text"
@@ -28,8 +27,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def test_a_request_s_arrival_names_what_is_not_the_default(log: pytest.LogCaptureFixture) -> None:
     sampling = SamplingParams(temperature=0.5, max_tokens=None, n=2, output_kind=RequestOutputKind.DELTA)
-    request = GenerateRequest("Hello", sampling, priority=3, lora="poet")
-    log_arrival(request, "chat-1", 7)
+    log_arrival("chat-1", 7, sampling, priority=3, lora="poet")
     assert [record.getMessage() for record in log.records] == [
         "Request 'chat-1' came: 7 prompt tokens, temperature=0.5, max_tokens=None, output_kind=delta, n=2, priority=3,"
         " lora='poet'"
@@ -37,7 +35,7 @@ def test_a_request_s_arrival_names_what_is_not_the_default(log: pytest.LogCaptur
 
 
 def test_a_request_for_vectors_is_logged_too(log: pytest.LogCaptureFixture) -> None:
-    log_arrival(EncodeRequest(SECRET, PoolingParams(task=PoolingTask.SCORE, dimensions=8)), "e", 3)
+    log_arrival("e", 3, PoolingParams(task=PoolingTask.SCORE, dimensions=8))
     assert log.records[0].getMessage() == "Request 'e' came: 3 prompt tokens, task=score, dimensions=8"
 
 
@@ -54,7 +52,7 @@ def test_a_request_s_end_has_its_times(log: pytest.LogCaptureFixture) -> None:
 
 
 def test_no_text_of_a_caller_is_logged(log: pytest.LogCaptureFixture) -> None:
-    """Prompts, stop strings, forbidden words, forms, arguments and salts may be private."""
+    """Stop strings, forbidden words, forms and arguments may be private."""
     sampling = SamplingParams(
         stop=(SECRET,),
         bad_words=(SECRET, SECRET),
@@ -63,8 +61,7 @@ def test_no_text_of_a_caller_is_logged(log: pytest.LogCaptureFixture) -> None:
         extra_args={"x": SECRET},
         logit_bias={5: 1.0},
     )
-    prompt = ChatPrompt([{"role": "user", "content": SECRET}])
-    log_arrival(GenerateRequest(prompt, sampling, cache_salt=SECRET, trace_headers={"a": SECRET}), "a", 3)
+    log_arrival("a", 3, sampling)
     (record,) = log.records
     assert SECRET not in record.getMessage()
     assert "stop=<1>, " in record.getMessage()
@@ -78,7 +75,7 @@ def _lines(request_id: str) -> list[str]:
     request_log.logger.addHandler(handler)
     request_log.logger.setLevel(logging.INFO)
     try:
-        log_arrival(GenerateRequest("Hello", lora=request_id), request_id, 1)
+        log_arrival(request_id, 1, SamplingParams(), lora=request_id)
         RequestLogger().record(IterationStats(0, finished=[attrs.evolve(FINISHED, request_id=request_id)]))
     finally:
         request_log.logger.removeHandler(handler)
