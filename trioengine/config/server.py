@@ -1,10 +1,46 @@
 """`ServerConfig`: what a user may decide about the HTTP server."""
 
+import enum
+
 import attrs
 from attrs.validators import optional
 
-from trioengine.config.options import documented, flag, integer, number, text, texts, to_texts
+from trioengine.config.options import (
+    documented,
+    flag,
+    integer,
+    member_of,
+    number,
+    text,
+    texts,
+    to_member_of,
+    to_texts,
+)
 from trioengine.errors import ConfigError
+
+
+class ToolCallParser(enum.StrEnum):
+    """How a model writes tool calls."""
+
+    HERMES = "hermes"
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    LLAMA3_JSON = "llama3_json"
+    """`{"name": ..., "parameters": {...}}`."""
+    MISTRAL = "mistral"
+    """`[TOOL_CALLS]name[ARGS]{...}`, and `[TOOL_CALLS] [{...}]`."""
+    PYTHONIC = "pythonic"
+    """`[f(a=1), g()]`."""
+    JSON = "json"
+    """`[{"name": ..., "arguments": {...}}]`."""
+
+
+class GenerationConfig(enum.StrEnum):
+    """Where sampling parameters that a request leaves out come from."""
+
+    AUTO = "auto"
+    """The model's authors, as far as its files say something."""
+    VLLM = "vllm"
+    """The defaults of `SamplingParams`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -182,8 +218,29 @@ class ServerConfig:
         default=False,
         validator=flag(),
         metadata=documented(
-            "Refuse max_tokens above what the context leaves with 400, instead of lowering it with a warning header."
+            "Refuse with 400 what is otherwise answered with a warning header: max_tokens above what the context"
+            " leaves, and unknown fields."
         ),
+    )
+    tool_call_parser: ToolCallParser | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(to_member_of(ToolCallParser)),
+        validator=optional(member_of(ToolCallParser)),
+        metadata=documented("How the model writes tool calls. Unset is what its chat template shows."),
+    )
+    generation_config: GenerationConfig = attrs.field(
+        default=GenerationConfig.AUTO,
+        converter=to_member_of(GenerationConfig),
+        validator=member_of(GenerationConfig),
+        metadata=documented(
+            "Sampling parameters that a request leaves out: auto is what the model's authors recommend in its files,"
+            " vllm is the engine's own defaults."
+        ),
+    )
+    trust_request_chat_template: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented("Let requests bring a chat template of their own. It is a program, run in a sandbox."),
     )
 
     def __attrs_post_init__(self) -> None:

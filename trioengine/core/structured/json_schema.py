@@ -6,6 +6,7 @@ looks for the place of what only the compiler can find. docs/structured-outputs.
 """
 
 import enum
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn, cast
@@ -25,6 +26,12 @@ MAX_VISITS = 100_000
 """Steps along references to see whether a value can be finite."""
 MAX_TRIALS = 300
 """Parts of a schema that are compiled to find the one at fault."""
+
+WHITESPACE = r"(\x20|\r?\n[ \t]{0,20})"
+"""Between the tokens of JSON: a space, or a new line and its indentation. Small models would go on for ever."""
+ESCAPES = 'nrbtf\\"'
+"""What may follow a backslash in JSON. Without `u` each string is written in one way, so that an additional property
+cannot be a named one in disguise."""
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 """Values of `format` that bind."""
@@ -249,6 +256,26 @@ def for_compiler(schema: Schema) -> Schema:
     if parts:
         result["allOf"] = [*cast(list[object], result.get("allOf", [])), *parts]
     return result
+
+
+def json_for_grammar(schema: Schema, whitespace: str | None = None) -> str:
+    """Return a schema as the text that the compiler of grammars reads, with our rules for white space and strings.
+
+    Args:
+        schema: of `bound_schema`, and not false, which nothing satisfies.
+        whitespace: a regular expression for what stands between two tokens. None is `WHITESPACE`.
+    """
+    options = {
+        "whitespace_flexible": True,
+        "whitespace_pattern": WHITESPACE if whitespace is None else whitespace,
+        "json_allowed_escapes": ESCAPES,
+        "json_allow_general_unicode_escapes": False,
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+    content = for_compiler(schema)
+    assert content is not False, "refused before"
+    return json.dumps({**({} if content is True else content), "x-guidance": options})
 
 
 def find_fault(schema: Schema, fault: Callable[[Schema], str | None]) -> str:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from trioengine.core.structured.json_schema import Schema, bound_schema, find_fault, for_compiler
+from trioengine.core.structured.json_schema import Schema, bound_schema, find_fault, json_for_grammar
 from trioengine.errors import RequestError
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.structured import PARAM, StructuralTag, StructuredOutputsParams, TagRules, parse_json
@@ -21,11 +21,6 @@ MAX_GRAMMAR_LINES = 500
 """Rules may form a chain, which is followed recursively; each begins a line."""
 MAX_LEXER_STATES = 50_000
 """About 2 KB each, for each running request in the worst case. Past it the request ends with an error."""
-WHITESPACE = r"(\x20|\r?\n[ \t]{0,20})"
-"""Between the tokens of JSON: a space, or a new line and its indentation. Small models would go on for ever."""
-ESCAPES = 'nrbtf\\"'
-"""What may follow a backslash in JSON. Without `u` each string is written in one way, so that an additional property
-cannot be a named one in disguise."""
 
 _JSON_SPACE = r"[ \t\n\r]*"
 _IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:=))", re.MULTILINE)
@@ -101,14 +96,14 @@ class MatcherCompiler:
     ) -> str:
         """Tags with white space between them, or JSON instead."""
         tag_rules = [
-            f"tag{index}: {self._symbols(tag.begin)} %json {_with_options(schema, None)} {self._symbols(tag.end)}"
+            f"tag{index}: {self._symbols(tag.begin)} %json {json_for_grammar(schema, None)} {self._symbols(tag.end)}"
             for index, (tag, schema) in enumerate(zip(tags, schemas, strict=True))
         ]
         any_tag = " | ".join(f"tag{index}" for index in range(len(tags)))
         answer = "SPACE? tag" if rules.stops_after_first else "(SPACE? tag)+"
         if otherwise is not None:
             answer += " | otherwise"
-            tag_rules.append(f"otherwise: %json {_with_options(otherwise, None)}")
+            tag_rules.append(f"otherwise: %json {json_for_grammar(otherwise, None)}")
         return "\n".join(
             ["%llguidance {}", f"start: {answer}", f"tag: {any_tag}", "SPACE: /[ \\t\\n\\r]{1,4}/", *tag_rules]
         )
@@ -122,7 +117,7 @@ class MatcherCompiler:
         lines: list[str] = []
         for index, (tag, schema) in enumerate(zip(tags, schemas, strict=True)):
             head = self._head(tag.trigger)
-            body = f"{self._symbols(tag.begin[len(head) :])} %json {_with_options(schema, None)} "
+            body = f"{self._symbols(tag.begin[len(head) :])} %json {json_for_grammar(schema, None)} "
             lines.append(f"tag{index}: {body}{self._symbols(tag.end)}")
             heads.setdefault(head, []).append(f"tag{index}")
         for index, (head, bodies) in enumerate(heads.items()):
@@ -228,21 +223,7 @@ class _Vocabulary:
 
 
 def _json_grammar(schema: Schema, whitespace: str | None) -> str:
-    return f'{{"grammars": [{{"json_schema": {_with_options(schema, whitespace)}}}]}}'
-
-
-def _with_options(schema: Schema, whitespace: str | None) -> str:
-    options = {
-        "whitespace_flexible": True,
-        "whitespace_pattern": WHITESPACE if whitespace is None else whitespace,
-        "json_allowed_escapes": ESCAPES,
-        "json_allow_general_unicode_escapes": False,
-        "coerce_one_of": False,
-        "lenient": False,
-    }
-    content = for_compiler(schema)
-    assert content is not False, "refused before"
-    return json.dumps({**({} if content is True else content), "x-guidance": options})
+    return f'{{"grammars": [{{"json_schema": {json_for_grammar(schema, whitespace)}}}]}}'
 
 
 def _lark(grammar: str) -> str:
