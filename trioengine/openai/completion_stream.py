@@ -1,30 +1,215 @@
-"""Replies of `/v1/completions`, streamed and whole."""
+"""Replies of `/v1/completions`, streamed and whole: the choices of one prompt or of several, and the prompts' own text
+where it is asked for.
 
-from trioengine.openai.sse import ChunkShape, EventStream, ReplyHead, finish_fields, usage_fields, whole_reply
-from trioengine.types.output import RequestOutput
+A chunk without log probabilities costs one JSON escape of its text and one concatenation.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import attrs
+
+from trioengine.openai.sse import DONE, NULL, ChunkShape, EventStream, ReplyHead, finish_fields, whole_reply
+from trioengine.types.output import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
 _OBJECT = "text_completion"
-_CHUNK = ChunkShape(
-    object=_OBJECT,
-    before_first_text=b'"text":',
-    before_text=b'"text":',
-    after_text=b"",
-)
+_CHUNK = ChunkShape(object=_OBJECT, before_first_text=b'"text":', before_text=b'"text":', after_text=b"")
 
 
-def completion_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:
-    """A stream of completion chunks."""
-    return EventStream(head, _CHUNK, include_usage=include_usage)
+@attrs.frozen
+class CompletionForm:
+    """What is told besides the text that was generated."""
+
+    n: int = 1
+    """Choices for each prompt."""
+    include_usage: bool = False
+    """A chunk with the token counts comes before the end, and `usage` is null in all others."""
+    continuous_usage: bool = False
+    """With `include_usage`: every chunk has the counts so far."""
+    logprobs: int | None = None
+    """How many of the most likely tokens are told for each; None is no log probabilities."""
+    echoes: Sequence[str] = ()
+    """The prompts' texts, where the reply has them."""
+    token_bytes: Callable[[int], bytes] | None = None
+    """The tokenizer's. Needed with `echoes` and `logprobs`."""
 
 
-def completion_reply(head: ReplyHead, output: RequestOutput) -> bytes:
-    """The whole reply, from the output that has everything."""
-    return whole_reply(
-        head,
-        _OBJECT,
-        [
-            {"index": choice.index, "text": choice.text, "logprobs": None, **finish_fields(choice)}
-            for choice in output.outputs
-        ],
-        usage_fields(output),
-    )
+class CompletionEvents(EventStream):
+    """Outputs of one prompt in, bytes of events out. Its choices are counted on from those of the prompts before it."""
+
+    def __init__(self, head: ReplyHead, form: CompletionForm, prompt_index: int = 0) -> None:
+        """Prepare what all chunks share."""
+        super().__init__(
+            head,
+            _CHUNK,
+            include_usage=form.include_usage,
+            continuous_usage=form.continuous_usage,
+        )
+        self._form = form
+        self._first_index = prompt_index * form.n
+        self._echo = form.echoes[prompt_index] if form.echoes else ""
+        self._is_plain = form.logprobs is None and not self._echo and prompt_index == 0
+        self._prompt_logprobs: Sequence[PositionLogprobs | None] = ()
+        self._writers: dict[int, LegacyLogprobs | None] = {}
+        """Index of a choice that has begun -> the writer of its log probabilities, where they were asked for."""
+
+    def choice_events(self, choice: CompletionOutput, output: RequestOutput) -> bytes:
+        """The events of one choice of an output."""
+        if self._is_plain:
+            return super().choice_events(choice, output)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        text, logprobs = choice.text, NULL
+        has_begun = choice.index in self._writers
+        if not has_begun:
+            text = self._echo + text
+            self._writers[choice.index] = self._writer(output)
+        writer = self._writers[choice.index]
+        if writer is not None:
+            writer.add(choice.logprobs or ())
+            logprobs = _dumps(writer.take()) if writer.has_tokens or choice.finish_reason is not None else NULL
+        if not text and logprobs is NULL and choice.finish_reason is None:
+            return b""
+        finish = choice if choice.finish_reason is not None else None
+        return self.text_chunk(self._first_index + choice.index, text, logprobs=logprobs, finish=finish)
+
+    def chunks(self, output: RequestOutput, outputs: Iterable[RequestOutput]) -> bytes:
+        """The events of an output where the stream is of several prompts: without the stream's end.
+
+        Args:
+            output: the newest of this prompt.
+            outputs: the newest of each prompt, for the counts so far.
+        """
+        if self._continuous_usage:
+            self._set_usage(_dumps(usage_of(outputs)))
+        return b"".join([self.choice_events(choice, output) for choice in output.outputs])
+
+    def end(self, outputs: Iterable[RequestOutput]) -> bytes:
+        """The end of a stream of several prompts. `outputs` are their last ones."""
+        usage = self._start + b'],"usage":' + _dumps(usage_of(outputs)) + b"}\n\n" if self._include_usage else b""
+        return usage + DONE
+
+    def _writer(self, output: RequestOutput) -> "LegacyLogprobs | None":
+        if self._form.logprobs is None:
+            return None
+        writer = LegacyLogprobs(self._form.logprobs)
+        if self._form.echoes:
+            writer.add_prompt(self._prompt_logprobs, output.prompt_token_ids, self._form.token_bytes)
+        return writer
+
+
+def completion_reply(head: ReplyHead, form: CompletionForm, outputs: Sequence[RequestOutput]) -> bytes:
+    """The whole reply, from the outputs of all prompts, which have everything."""
+    choices = [choice for index, output in enumerate(outputs) for choice in _choices(form, index, output)]
+    return whole_reply(head, _OBJECT, choices, usage_of(outputs))
+
+
+def usage_of(outputs: Iterable[RequestOutput]) -> Mapping[str, object]:
+    """How many tokens these prompts and their choices took so far."""
+    outputs = tuple(outputs)
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_generated_tokens = sum(output.num_generated_tokens for output in outputs)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_generated_tokens,
+        "total_tokens": num_prompt_tokens + num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
+
+class LegacyLogprobs:
+    """Log probabilities of one choice as `/v1/completions` writes them: four lists, side by side.
+
+    A token that is not whole characters is written as `bytes:\\x..`. Offsets count the characters of the text that the
+    tokens spell, from the first token on.
+    """
+
+    def __init__(self, num_top: int) -> None:
+        """Tell so many of the most likely tokens; with 0, `top_logprobs` is null."""
+        self._num_top = num_top
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        self._tokens: list[str] = []
+        self._token_logprobs: list[float | None] = []
+        self._top: list[Mapping[str, float] | None] = []
+        self._text_offsets: list[int] = []
+
+    def add_prompt(
+        self,
+        positions: Sequence[PositionLogprobs | None],
+        token_ids: Sequence[int],
+        token_bytes: Callable[[int], bytes] | None,
+    ) -> None:
+        """Add the prompt's tokens. Nothing comes before the first, so it has no log probability."""
+        assert token_bytes is not None, "a prompt that is told needs the tokenizer"
+        for position, token_id in zip(positions, token_ids, strict=False):
+            if position is None:
+                self._add(token_bytes(token_id), None, None)
+            else:
+                self.add((position,))
+
+    def add(self, positions: Sequence[PositionLogprobs]) -> None:
+        """Add tokens of the answer."""
+        for position in positions:
+            chosen = position.chosen
+            top = {_token_text(other.token_bytes): other.logprob for other in _with_chosen(position)}
+            self._add(chosen.token_bytes, chosen.logprob, top)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether anything was added since `take` was called last."""
+        return bool(self._tokens)
+
+    def take(self) -> Mapping[str, object]:
+        """What was added since this was called last."""
+        fields = {
+            "tokens": self._tokens,
+            "token_logprobs": self._token_logprobs,
+            "top_logprobs": self._top if self._num_top else None,
+            "text_offset": self._text_offsets,
+        }
+        self._tokens, self._token_logprobs, self._top, self._text_offsets = [], [], [], []
+        return fields
+
+    def _add(self, data: bytes, logprob: float | None, top: Mapping[str, float] | None) -> None:
+        self._tokens.append(_token_text(data))
+        self._token_logprobs.append(logprob)
+        self._top.append(top)
+        self._text_offsets.append(self._offset)
+        self._offset += len(self._decoder.decode(data))
+
+
+def _with_chosen(position: PositionLogprobs) -> Iterator[Logprob]:
+    yield from position.top
+    if all(other.token_id != position.chosen.token_id for other in position.top):
+        yield position.chosen
+
+
+def _token_text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _choices(form: CompletionForm, prompt_index: int, output: RequestOutput) -> Iterator[Mapping[str, object]]:
+    echo = form.echoes[prompt_index] if form.echoes else ""
+    for choice in output.outputs:
+        logprobs: Mapping[str, object] | None = None
+        if form.logprobs is not None:
+            writer = LegacyLogprobs(form.logprobs)
+            if form.echoes:
+                writer.add_prompt(output.prompt_logprobs or (), output.prompt_token_ids, form.token_bytes)
+            writer.add(choice.logprobs or ())
+            logprobs = writer.take()
+        yield {
+            "index": prompt_index * form.n + choice.index,
+            "text": echo + choice.text,
+            "logprobs": logprobs,
+            **finish_fields(choice),
+        }
+
+
+def _dumps(value: Mapping[str, object]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

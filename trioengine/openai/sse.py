@@ -15,7 +15,7 @@ from trioengine.types.output import CompletionOutput, RequestOutput
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 PING = b": ping\n\n"
 """A comment: keeps proxies and clients from giving up, and every parser skips it."""
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 
 @attrs.frozen
@@ -78,7 +78,7 @@ class EventStream:
         if output.finished:
             if self._include_usage:
                 parts.append(self._start + b'],"usage":' + _dumps(self.usage(output)) + b"}\n\n")
-            parts.append(_DONE)
+            parts.append(DONE)
         return b"".join(parts)
 
     @staticmethod

@@ -1,6 +1,7 @@
 """From the wire's requests to the engine's, what both kinds share: pure, so that every rule is a one-line test."""
 
 from collections.abc import Collection
+from typing import Protocol
 
 import attrs
 
@@ -10,7 +11,25 @@ from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.request import Deadlines, GenerateRequest, Prompt
 
 
-def check_model(request: RequestBody, served_model_name: str, lora_names: Collection[str] = ()) -> str | None:
+class UnknownFields(Protocol):
+    """A body."""
+
+    @property
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Fields of it that had no effect."""
+        ...
+
+
+class ModelBody(UnknownFields, Protocol):
+    """A body that may name a model."""
+
+    @property
+    def model(self) -> str | None:
+        """Of the model or adapter."""
+        ...
+
+
+def check_model(request: ModelBody, served_model_name: str, lora_names: Collection[str] = ()) -> str | None:
     """The LoRA adapter that the request asks for by `model`; None is the served model, also where none is named.
 
     Raises:
@@ -26,7 +45,7 @@ def check_model(request: RequestBody, served_model_name: str, lora_names: Collec
     )
 
 
-def check_unknown_fields(request: RequestBody) -> None:
+def check_unknown_fields(request: UnknownFields) -> None:
     """Return when every field of the body is known: the rule of a strict server.
 
     Raises:
@@ -37,7 +56,7 @@ def check_unknown_fields(request: RequestBody) -> None:
         raise RequestError(f"{name} is no field that this server knows.", param=name)
 
 
-def unknown_fields_warning(request: RequestBody) -> tuple[str, ...]:
+def unknown_fields_warning(request: UnknownFields) -> tuple[str, ...]:
     """What to tell a client about fields without effect, in ASCII, for a header; nothing where there are none."""
     if not request.unknown_fields:
         return ()

@@ -5,6 +5,7 @@ from quart_trio import QuartTrio
 
 from trioengine.client.interface import EngineClient
 from trioengine.server.blueprint import handle_error, openai_blueprint
+from trioengine.server.routes.context import MetricsSource
 
 
 def create_app(
@@ -13,13 +14,24 @@ def create_app(
     shutdown: trio.Event | None = None,
     stop: trio.Event | None = None,
     is_strict: bool = False,
+    enable_admin: bool = False,
+    metrics: MetricsSource | None = None,
 ) -> QuartTrio:
     """A Quart-Trio application over an open engine. Open the engine around the server, not in `before_serving`.
 
-    Body limits are the server's: `serve` enforces them. `shutdown`, `stop` and `is_strict` as in `openai_blueprint`.
+    Body limits are the server's: `serve` enforces them. The options are those of `openai_blueprint`.
     """
     app = QuartTrio("trioengine", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = None
-    app.register_blueprint(openai_blueprint(engine, shutdown=shutdown, stop=stop, is_strict=is_strict))
+    app.register_blueprint(
+        openai_blueprint(
+            engine,
+            shutdown=shutdown,
+            stop=stop,
+            is_strict=is_strict,
+            enable_admin=enable_admin,
+            metrics=metrics,
+        )
+    )
     app.register_error_handler(Exception, handle_error)
     return app

@@ -1,22 +1,25 @@
-"""The body of a streamed response, and who leaves the engine's request when nobody reads it.
+"""The body of a streamed response, and who leaves the engine's requests when nobody reads it.
 
-A route must enter the request before the headers go out, so that wrong parameters are a 400, but Quart sends headers
+A route must enter its requests before the headers go out, so that wrong parameters are a 400, but Quart sends headers
 and body after the route has returned, and a client may vanish in between, so that the body is never looked at. So
-the request is left by a task of its own, in the nursery that Quart-Trio runs each HTTP request in: that nursery is
+requests are left by a task of its own, in the nursery that Quart-Trio runs each HTTP request in: that nursery is
 cancelled when the client disconnects and when the response has been sent, whichever comes first. The same task ends
-the request when the server stops: its reader then gets `EngineClosedError`, and can still say so to the client.
+the requests when the server stops: their reader then gets `EngineClosedError`, and can still say so to the client.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import trio
 from quart.wrappers.response import ResponseBody
 
 from trioengine.client.interface import OutputStream
 from trioengine.errors import EngineGenerateError, TrioEngineError
+from trioengine.openai.completion_stream import CompletionEvents
 from trioengine.openai.sse import PING, EventStream
+from trioengine.server.open_requests import OpenRequest
 from trioengine.types.output import RequestOutput
 
 PING_INTERVAL_S = 5.0
@@ -24,23 +27,44 @@ PING_INTERVAL_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-async def enter_request(outputs: OutputStream, stop: trio.Event | None = None) -> trio.CancelScope:
+class Entered(Protocol):
+    """What is entered and left: one request, or several."""
+
+    async def __aenter__(self) -> object: ...
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
+
+
+async def enter_request(
+    requests: Entered, stop: trio.Event | None = None, *, on_left: Callable[[], None] | None = None
+) -> trio.CancelScope:
     """Enter a request from inside a route. It is left when the HTTP request ends, the scope is cancelled, or at `stop`.
 
+    `on_left` is called then.
+
     Raises:
-        RequestError: as entering raises. Nothing needs to be left then.
+        RequestError: as entering raises. Nothing needs to be left then, and `on_left` has been called.
     """
     nursery = trio.lowlevel.current_task().parent_nursery
     assert nursery is not None, "a route runs in a task that Quart-Trio started"
-    await outputs.__aenter__()
+    on_left = on_left or _nothing
+    try:
+        await requests.__aenter__()
+    except BaseException:
+        on_left()
+        raise
     # No checkpoint since the request was entered, and a task that is started gets to its first one even when its
     # nursery is cancelled already: so it is always left.
     scope = trio.CancelScope()
-    nursery.start_soon(_leave_at_end, outputs, scope, stop)
+    nursery.start_soon(_leave_at_end, requests, scope, stop, on_left)
     return scope
 
 
-async def _leave_at_end(outputs: OutputStream, scope: trio.CancelScope, stop: trio.Event | None) -> None:
+async def _leave_at_end(
+    requests: Entered, scope: trio.CancelScope, stop: trio.Event | None, on_left: Callable[[], None]
+) -> None:
     try:
         with scope:
             if stop is None:
@@ -48,17 +72,29 @@ async def _leave_at_end(outputs: OutputStream, scope: trio.CancelScope, stop: tr
             else:
                 await stop.wait()
     finally:
-        await outputs.__aexit__(None, None, None)
+        on_left()
+        await requests.__aexit__(None, None, None)
+
+
+def _nothing() -> None:
+    pass
 
 
 class StreamBody(ResponseBody):
     """Server-sent events of a request that has been entered. Not an async generator: nothing is left for its end."""
 
-    def __init__(self, outputs: OutputStream, events: EventStream, request_scope: trio.CancelScope) -> None:
-        """Read `outputs`, write `events`; cancelling `request_scope` leaves the request."""
+    def __init__(
+        self,
+        outputs: OutputStream,
+        events: EventStream,
+        request_scope: trio.CancelScope,
+        open_request: OpenRequest | None = None,
+    ) -> None:
+        """Read `outputs`, write `events`, count in `open_request`; cancelling `request_scope` leaves the request."""
         self._outputs = outputs
         self._events = events
         self._request_scope = request_scope
+        self._open_request = open_request or OpenRequest("", "", 0.0)
         self._has_output = False
         self._has_ended = False
 
@@ -79,7 +115,7 @@ class StreamBody(ResponseBody):
             try:
                 data = await self._next_events()
             except StopAsyncIteration:
-                data = self._fail(EngineGenerateError("The engine's outputs ended without a last one."))
+                data = self._fail(_ended_early())
             except Exception as error:
                 # A border: the headers are sent, so that an event is all that can still tell.
                 data = self._fail(error)
@@ -97,6 +133,7 @@ class StreamBody(ResponseBody):
                 return PING
             self._has_output = True
         self._has_ended = output.finished
+        self._open_request.num_tokens = output.num_generated_tokens
         return self._events.events(output)
 
     async def _first_output(self) -> RequestOutput | None:
@@ -106,6 +143,155 @@ class StreamBody(ResponseBody):
 
     def _fail(self, error: Exception) -> bytes:
         self._has_ended = True
-        level = logging.WARNING if isinstance(error, TrioEngineError) else logging.ERROR
-        logger.log(level, "A stream ended with an error: %r", error, exc_info=error)
-        return self._events.error_event(error)
+        return _failure(self._events, error)
+
+
+class RequestBatch:
+    """Several requests that are entered and left as one."""
+
+    def __init__(self, streams: Sequence[OutputStream]) -> None:
+        """Enter these, in their order."""
+        self.streams = streams
+        self._entered: list[OutputStream] = []
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of all, each once."""
+        return tuple(dict.fromkeys(warning for stream in self.streams for warning in stream.warnings))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all."""
+        return sum(stream.num_prompt_tokens for stream in self.streams)
+
+    async def __aenter__(self) -> "RequestBatch":
+        """Enter all, or none.
+
+        Raises:
+            RequestError: as the first that cannot be entered raises.
+        """
+        try:
+            for stream in self.streams:
+                await stream.__aenter__()
+                self._entered.append(stream)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        while self._entered:
+            # Leaving awaits nothing, so all are left, also when this is cancelled.
+            await self._entered.pop().__aexit__(None, None, None)
+
+
+class BatchBody(ResponseBody):
+    """Server-sent events of several requests that have been entered, as their outputs come.
+
+    A task for each request reads it, in a nursery that the body's own `async with` opens. What comes while the client
+    is written to becomes one write.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[OutputStream],
+        events: Sequence[CompletionEvents],
+        request_scope: trio.CancelScope,
+        open_request: OpenRequest,
+    ) -> None:
+        """Read `streams`, write `events`, one for each; cancelling `request_scope` leaves all requests."""
+        self._streams = streams
+        self._events = events
+        self._request_scope = request_scope
+        self._open_request = open_request
+        self._latest: dict[int, RequestOutput] = {}
+        self._num_running = len(streams)
+        # Without a buffer: while the client does not read, each request's own channel merges what comes.
+        self._send, self._receive = trio.open_memory_channel[tuple[int, RequestOutput | Exception]](0)
+        self._nursery_manager = trio.open_nursery()
+        self._has_output = False
+        self._has_ended = False
+
+    async def __aenter__(self) -> Self:
+        nursery = await self._nursery_manager.__aenter__()
+        self._nursery = nursery
+        for index, stream in enumerate(self._streams):
+            nursery.start_soon(self._read, index, stream)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._request_scope.cancel()
+        self._nursery.cancel_scope.cancel()
+        await self._nursery_manager.__aexit__(exc_type, exc_value, tb)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next events, never empty: a ping while all requests wait, an error event when one fails."""
+        while not self._has_ended:
+            received = await self._wait()
+            if received is None:
+                return PING
+            parts: list[bytes] = []
+            while received is not None and not self._has_ended:
+                parts.append(self._take(*received))
+                received = self._next_nowait()
+            data = b"".join(parts)
+            if data:
+                return data
+        raise StopAsyncIteration
+
+    async def _wait(self) -> tuple[int, RequestOutput | Exception] | None:
+        if self._has_output:
+            return await self._receive.receive()
+        with trio.move_on_after(PING_INTERVAL_S):
+            received = await self._receive.receive()
+            self._has_output = True
+            return received
+        return None
+
+    def _next_nowait(self) -> tuple[int, RequestOutput | Exception] | None:
+        try:
+            return self._receive.receive_nowait()
+        except trio.WouldBlock:
+            return None
+
+    def _take(self, index: int, output: RequestOutput | Exception) -> bytes:
+        events = self._events[index]
+        if isinstance(output, Exception):
+            self._has_ended = True
+            return _failure(events, output)
+        self._latest[index] = output
+        self._open_request.num_tokens = sum(latest.num_generated_tokens for latest in self._latest.values())
+        data = events.chunks(output, self._latest.values())
+        self._num_running -= output.finished
+        if self._num_running == 0:
+            self._has_ended = True
+            data += events.end(self._latest.values())
+        return data
+
+    async def _read(self, index: int, stream: OutputStream) -> None:
+        try:
+            async for output in stream:
+                await self._send.send((index, output))
+                if output.finished:
+                    return
+            await self._send.send((index, _ended_early()))
+        except Exception as error:
+            # A border, as in `StreamBody`.
+            await self._send.send((index, error))
+
+
+def _ended_early() -> EngineGenerateError:
+    return EngineGenerateError("The engine's outputs ended without a last one.")
+
+
+def _failure(events: EventStream, error: Exception) -> bytes:
+    level = logging.WARNING if isinstance(error, TrioEngineError) else logging.ERROR
+    logger.log(level, "A stream ended with an error: %r", error, exc_info=error)
+    return events.error_event(error)

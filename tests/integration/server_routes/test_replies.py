@@ -4,14 +4,14 @@ import json
 import threading
 from typing import Any
 
-import attrs
 import pytest
 from quart import Response
 
 from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
 from trioengine.openai.sse import CONTENT_TYPE
-from trioengine.server import blueprint
 from trioengine.server.app import create_app
+from trioengine.server.routes import generate
+from trioengine.server.routes.context import LONG_BODY_BYTES
 from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
 from trioengine.types.messages import CoreLoad
 from trioengine.types.output import FinishReason
@@ -144,9 +144,9 @@ async def test_a_long_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mon
         threads.append(threading.current_thread().name)
         return parse_chat_request(data)
 
-    monkeypatch.setattr(blueprint, "_CHAT", attrs.evolve(blueprint._CHAT, parse=parse))
+    monkeypatch.setattr(generate, "parse_chat_request", parse)
     client = create_app(FakeEngine()).test_client()
-    for text in ("short", "x" * blueprint.LONG_BODY_BYTES):
+    for text in ("short", "x" * LONG_BODY_BYTES):
         right = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
         wrong = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [text]}]})
         assert right.status_code == 200

@@ -11,7 +11,6 @@ from trioengine.errors import RequestError
 from trioengine.openai.chat_protocol import Role, parse_chat_request
 from trioengine.openai.completion_protocol import parse_completion_request
 from trioengine.types.params import SamplingParams
-from trioengine.types.request import TextPrompt, TokensPrompt
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -150,16 +149,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, object]) -
     assert caught.value.param == next(iter(fields))
 
 
-@pytest.mark.parametrize(
-    "fields", [{"suffix": "end"}, {"logprobs": 1}, {"logprobs": 0}, {"best_of": 3}, {"echo": True}], ids=str
-)
-def test_what_completions_cannot_honour_is_refused_by_name(fields: dict[str, object]) -> None:
-    """`logprobs: 0` asks for logprobs there."""
-    with pytest.raises(RequestError) as caught:
-        parse_completion_request(completion(**fields))
-    assert caught.value.param == next(iter(fields))
-
-
 def test_neutral_values_of_unsupported_fields_are_fine() -> None:
     """They ask for nothing."""
     neutral = {
@@ -207,32 +196,6 @@ def test_an_unknown_part_is_refused() -> None:
 def test_every_role_is_known(role: Role) -> None:
     """And arrives as the enum's member."""
     assert parse_chat_request(chat(messages=[{"role": role.value, "content": ""}])).messages[0].role is role
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("Once", TextPrompt("Once")),
-        (["Once"], TextPrompt("Once")),
-        ([1, 2], TokensPrompt([1, 2])),
-        ([[1, 2]], TokensPrompt([1, 2])),
-    ],
-)
-def test_prompts_of_every_kind_are_taken(prompt: object, expected: object) -> None:
-    """A text, tokens, or a list of one of them."""
-    assert parse_completion_request(completion(prompt=prompt)).prompt == expected
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    ["", [], [""], [[]], ["a", "b"], [[1], [2]], [1, "a"], [1, True], [[1, "a"]], [1.0], [None], 5, {}],
-    ids=str,
-)
-def test_prompts_that_cannot_be_continued_are_refused(prompt: object) -> None:
-    """Case 42 (OpenViking 4238). Several prompts in one request are not served yet, and say so."""
-    with pytest.raises(RequestError) as caught:
-        parse_completion_request(completion(prompt=prompt))
-    assert (caught.value.param or "").startswith("prompt")
 
 
 json_values = st.recursive(

@@ -12,11 +12,17 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from trioengine.errors import EngineDeadError
 from trioengine.openai.chat_stream import chat_reply, chat_stream
-from trioengine.openai.completion_stream import completion_reply, completion_stream
+from trioengine.openai.completion_stream import CompletionEvents, CompletionForm, completion_reply
 from trioengine.openai.sse import PING, EventStream, ReplyHead
 from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
 
 HEAD = ReplyHead('id-"\\\n', 1_700_000_000, 'model "é"')
+
+
+def completion_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:
+    return CompletionEvents(head, CompletionForm(include_usage=include_usage))
+
+
 STREAMS = [chat_stream, completion_stream]
 
 
@@ -66,7 +72,7 @@ def test_the_joined_deltas_are_the_whole_text(texts: list[str], include_usage: b
     assert chat_text(chunks) == reply["choices"][0]["message"]["content"] == "".join(texts)
 
     completion_chunks = parse_events(stream_bytes(completion_stream(HEAD, include_usage=include_usage), texts))
-    completion = json.loads(completion_reply(HEAD, whole))
+    completion = json.loads(completion_reply(HEAD, CompletionForm(), [whole]))
     assert completion_text(completion_chunks) == completion["choices"][0]["text"] == "".join(texts)
 
     if include_usage:
@@ -173,7 +179,7 @@ def test_openais_own_models_accept_the_replies() -> None:
     """Validated, not only constructed, as its SDK does."""
     whole = output("text", FinishReason.STOP, "x")
     assert ChatCompletion.model_validate_json(chat_reply(HEAD, whole)).choices[0].message.content == "text"
-    assert Completion.model_validate_json(completion_reply(HEAD, whole)).choices[0].text == "text"
+    assert Completion.model_validate_json(completion_reply(HEAD, CompletionForm(), [whole])).choices[0].text == "text"
     for chunk in parse_events(stream_bytes(chat_stream(HEAD, include_usage=True), ["a", "b"])):
         assert ChatCompletionChunk.model_validate(chunk).model == HEAD.model
     for chunk in parse_events(stream_bytes(completion_stream(HEAD, include_usage=False), ["a"])):

@@ -8,10 +8,9 @@ from trioengine.errors import ModelNotFoundError, RequestError
 from trioengine.openai.chat_protocol import parse_chat_request
 from trioengine.openai.chat_translate import chat_to_generate
 from trioengine.openai.completion_protocol import parse_completion_request
-from trioengine.openai.completion_translate import completion_to_generate
 from trioengine.openai.translate import check_model
 from trioengine.types.params import RequestOutputKind
-from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt
+from trioengine.types.request import ChatPrompt, GenerateRequest
 
 
 def translate_chat(messages: list[object] | None = None, **fields: object) -> GenerateRequest:
@@ -101,14 +100,6 @@ def test_a_wrong_limit_is_named_as_the_client_wrote_it() -> None:
 def test_the_output_kind_follows_from_streaming(stream: bool, kind: RequestOutputKind) -> None:
     """A whole reply costs one output."""
     assert translate_chat(stream=stream).sampling.output_kind is kind
-
-
-def test_a_completion_keeps_its_prompt_and_parameters() -> None:
-    """With sixteen tokens unless it says otherwise."""
-    request = completion_to_generate(parse_completion_request(b'{"prompt": "Once", "stop": "x"}'), "id")
-    assert request.prompt == TextPrompt("Once")
-    assert request.sampling.max_tokens == 16
-    assert request.sampling.stop == ("x",)
 
 
 def test_only_the_served_model_is_there() -> None:

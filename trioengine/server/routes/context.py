@@ -1,0 +1,250 @@
+"""What every route needs: the engine, the server's own state, and how a body becomes a request."""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeVar, cast
+from uuid import uuid4
+
+import attrs
+import trio
+from quart import Response, g, request
+
+from trioengine.client.interface import EngineClient
+from trioengine.errors import (
+    DeadlineExceededError,
+    EngineClosedError,
+    MediaTypeError,
+    RequestError,
+    TrioEngineError,
+    UnavailableError,
+)
+from trioengine.observability.prometheus import MetricsPage
+from trioengine.openai.translate import (
+    ModelBody,
+    UnknownFields,
+    check_model,
+    check_unknown_fields,
+    unknown_fields_warning,
+)
+from trioengine.server.gate import MAX_REQUEST_ID_BYTES, REQUEST_ID
+from trioengine.server.open_requests import OpenRequests
+from trioengine.server.replies import json_response
+from trioengine.types.messages import LoRAInfo
+from trioengine.types.request import GenerateRequest
+
+T = TypeVar("T")
+
+LONG_BODY_BYTES = 256 * 1024
+"""Longer bodies take over 5 ms to parse, which an event loop should not wait for."""
+WARNING_HEADER = "X-TrioEngine-Warning"
+REQUEST_ID_HEADER = "X-Request-Id"
+_DRAIN_RETRY_S = 5.0
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_MAX_TRACE_CHARS = 1024
+
+
+@attrs.frozen
+class RequestHead:
+    """What the headers of a request say about it."""
+
+    id: str
+    """The reply's id, which the engine knows the request by."""
+    session_id: str | None
+    data_parallel_rank: int | None
+    trace_headers: dict[str, str] | None
+
+    def apply(self, generate_request: GenerateRequest, lora: str | None) -> GenerateRequest:
+        """The same request, with what the headers say, for this adapter."""
+        found = {
+            "session_id": self.session_id,
+            "data_parallel_rank": self.data_parallel_rank,
+            "trace_headers": self.trace_headers,
+            "lora": lora,
+        }
+        changes = {name: value for name, value in found.items() if value is not None}
+        return attrs.evolve(generate_request, **changes) if changes else generate_request
+
+
+class MetricsSource(Protocol):
+    """What writes statistics out; `observability.prometheus.PrometheusStatLogger` does."""
+
+    def render(self, accept: str | None = None, /) -> MetricsPage:
+        """Everything that was counted. `accept` is the scraper's header of this name."""
+        ...
+
+
+@attrs.frozen
+class ServerContext:
+    """One application's engine and state."""
+
+    engine: EngineClient
+    shutdown: trio.Event | None = None
+    """Once it is set, new requests are refused."""
+    stop: trio.Event | None = None
+    """Once it is set, those that run end with an error."""
+    is_strict: bool = False
+    """What would be changed to fit, or ignored, is refused."""
+    metrics: "MetricsSource | None" = None
+    """What `/metrics` shows."""
+    open_requests: OpenRequests = attrs.field(factory=OpenRequests)
+    loras: dict[str, LoRAInfo] = attrs.field(factory=dict[str, LoRAInfo])
+    """The adapters that were there when they were last asked for, by name."""
+    started_s: int = attrs.field(factory=lambda: int(time.time()))
+    """Unix time."""
+
+    def check_open(self) -> None:
+        """Return while new requests are taken.
+
+        Raises:
+            UnavailableError: the server drains.
+        """
+        if self.shutdown is not None and self.shutdown.is_set():
+            raise UnavailableError("The server is shutting down.", retry_after_s=_DRAIN_RETRY_S)
+
+    async def read_body(self, read: Callable[[bytes], T]) -> T:
+        """What `read` makes of the request's body; of a long one in a thread.
+
+        Raises:
+            RequestError: the body is not declared as JSON, or as `read` raises.
+        """
+        # Also keeps web pages out: a browser asks before it sends this type to a foreign server.
+        if request.mimetype != "application/json":
+            raise MediaTypeError("The Content-Type of the request must be application/json.")
+        data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        if len(data) < LONG_BODY_BYTES:
+            return read(data)
+        return await trio.to_thread.run_sync(read, data, abandon_on_cancel=True)
+
+    async def check_body(self, body: ModelBody) -> str | None:
+        """The LoRA adapter that a body asks for, or None, once its model is known to be served.
+
+        Raises:
+            RequestError: the server is strict and the body has unknown fields.
+            ModelNotFoundError: nothing here has this name.
+        """
+        self.check_unknown(body)
+        name = self.engine.model_name
+        if body.model is not None and body.model != name and body.model not in self.loras:
+            await self.refresh_loras()
+        return check_model(body, name, self.loras)
+
+    def check_unknown(self, body: UnknownFields) -> None:
+        """Return unless the server is strict and the body has unknown fields.
+
+        Raises:
+            RequestError: naming the first.
+        """
+        if self.is_strict:
+            check_unknown_fields(body)
+
+    async def refresh_loras(self) -> Sequence[LoRAInfo]:
+        """Ask which adapters there are. Another server of the same engine may have changed them."""
+        infos = await self.engine.list_loras() if self.engine.config.enable_lora else ()
+        self.loras.clear()
+        self.loras.update((info.name, info) for info in infos)
+        return infos
+
+    def warning_headers(self, body: UnknownFields, warnings: Sequence[str] = ()) -> dict[str, str]:
+        """The headers that tell what was changed or ignored.
+
+        Raises:
+            RequestError: the server is strict, and something was changed.
+        """
+        if warnings and self.is_strict:
+            raise RequestError(f"{warnings[0]}.", param="max_tokens")
+        found = (*warnings, *unknown_fields_warning(body))
+        return {WARNING_HEADER: "; ".join(found)} if found else {}
+
+    async def run_to_end(self, func: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
+        """What `func` returns, unless the server stops or the time is over first.
+
+        Raises:
+            EngineClosedError: the server has stopped.
+            DeadlineExceededError: the time is over.
+        """
+        if timeout_s is not None and not timeout_s > 0:
+            raise RequestError("timeout must be a positive number of seconds.", param="timeout")
+        has_stopped = False
+        error: TrioEngineError | None = None
+        result: list[T] = []
+
+        async def watch(stop: trio.Event, scope: trio.CancelScope) -> None:
+            nonlocal has_stopped
+            await stop.wait()
+            has_stopped = True
+            scope.cancel()
+
+        with trio.move_on_after(float("inf") if timeout_s is None else timeout_s) as scope:
+            async with trio.open_nursery() as nursery:
+                if self.stop is not None:
+                    nursery.start_soon(watch, self.stop, scope)
+                try:
+                    result.append(await func())
+                except TrioEngineError as raised:
+                    error = raised  # Kept out of the nursery, which would wrap it in a group.
+                nursery.cancel_scope.cancel()
+        if error is not None:
+            raise error
+        if result:
+            return result[0]
+        if has_stopped:
+            raise EngineClosedError("The server has stopped.")
+        raise DeadlineExceededError(f"The request took longer than its timeout of {timeout_s} seconds.")
+
+
+def request_head(id_prefix: str) -> RequestHead:
+    """What the headers of the current request say.
+
+    Raises:
+        RequestError: one of them cannot be used.
+    """
+    headers = request.headers
+    rank = headers.get("X-data-parallel-rank")
+    if rank is not None and not (rank.isascii() and rank.isdigit() and len(rank) < 10):
+        raise RequestError("X-data-parallel-rank must be the number of a rank.", param="X-data-parallel-rank")
+    session_id = headers.get("X-Session-Id")
+    if session_id is not None and not is_token(session_id):
+        raise RequestError(
+            f"X-Session-Id must be 1 to {MAX_REQUEST_ID_BYTES} printable ASCII characters without spaces.",
+            param="X-Session-Id",
+        )
+    traces = {
+        name: headers[name] for name in _TRACE_HEADERS if len(headers.get(name, "")) in range(1, _MAX_TRACE_CHARS)
+    }
+    return RequestHead(
+        id=id_prefix + http_request_id(),
+        session_id=session_id,
+        data_parallel_rank=None if rank is None else int(rank),
+        trace_headers=traces or None,
+    )
+
+
+def http_request_id() -> str:
+    """The current request's id: the client's own where it can be used."""
+    scope_id = request_id_of_gate()
+    if scope_id is not None:
+        return scope_id
+    drawn = cast("str | None", g.get(REQUEST_ID))
+    if drawn is None:
+        given = request.headers.get(REQUEST_ID_HEADER)
+        drawn = given if given is not None and is_token(given) else uuid4().hex
+        setattr(g, REQUEST_ID, drawn)
+    return drawn
+
+
+def request_id_of_gate() -> str | None:
+    """The id that `serve` gave the current request; None in an application that something else serves."""
+    state = cast("Mapping[str, object] | None", request.scope.get("state"))  # pyright: ignore[reportUnknownMemberType]
+    value = None if state is None else state.get(REQUEST_ID)
+    return value if isinstance(value, str) else None
+
+
+def is_token(text: str) -> bool:
+    """Whether a client's own name for something may stand in headers and logs."""
+    return 0 < len(text) <= MAX_REQUEST_ID_BYTES and text.isascii() and text.isprintable() and " " not in text
+
+
+def json_reply(reply: attrs.AttrsInstance, *, status: int = 200) -> Response:
+    """A response of these fields."""
+    return json_response(json.dumps(attrs.asdict(reply), separators=(",", ":")).encode(), status=status)

@@ -1,0 +1,194 @@
+"""The routes that answer with text: chat and completions, streamed and whole."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from quart import Response, request
+
+from trioengine.client.interface import OutputStream
+from trioengine.errors import EngineGenerateError
+from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
+from trioengine.openai.chat_stream import chat_reply, chat_stream
+from trioengine.openai.chat_translate import chat_to_generate
+from trioengine.openai.completion_protocol import CompletionRequest, parse_completion_request
+from trioengine.openai.completion_stream import CompletionEvents, CompletionForm, completion_reply
+from trioengine.openai.completion_translate import completion_to_generate
+from trioengine.openai.protocol import RequestBody
+from trioengine.openai.sse import CONTENT_TYPE, EventStream, ReplyHead
+from trioengine.server.open_requests import OpenRequest
+from trioengine.server.replies import json_response
+from trioengine.server.routes.context import RequestHead, ServerContext, request_head
+from trioengine.server.stream_body import BatchBody, RequestBatch, StreamBody, enter_request
+from trioengine.types.output import RequestOutput
+from trioengine.types.request import GenerateRequest, TextPrompt, TokensPrompt
+
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Proxies hand each event on as it comes."""
+
+
+async def chat_completions(context: ServerContext) -> Response:
+    """Answer a conversation."""
+    context.check_open()
+    head = request_head("chatcmpl-")
+
+    def read(data: bytes) -> tuple[ChatCompletionRequest, GenerateRequest]:
+        body = parse_chat_request(data)
+        return body, chat_to_generate(body, head.id)
+
+    body, generate_request = await context.read_body(read)
+    lora = await context.check_body(body)
+    reply_head = _reply_head(context, head, lora)
+    context.engine.check_admission(body.sampling.n)
+    generate_request = head.apply(generate_request, lora)
+    if body.stream:
+        events = chat_stream(reply_head, include_usage=bool(body.stream_options.include_usage))
+        return await stream_one(context, body, generate_request, events)
+    return await whole_one(context, body, generate_request, lambda output: chat_reply(reply_head, output))
+
+
+async def completions(context: ServerContext) -> Response:
+    """Continue a text, or several."""
+    context.check_open()
+    head = request_head("cmpl-")
+
+    def read(data: bytes) -> tuple[CompletionRequest, Sequence[GenerateRequest]]:
+        body = parse_completion_request(data)
+        return body, completion_to_generate(body, head.id)
+
+    body, generate_requests = await context.read_body(read)
+    lora = await context.check_body(body)
+    reply_head = _reply_head(context, head, lora)
+    context.engine.check_admission(body.sampling.n * len(generate_requests))
+    generate_requests = [head.apply(generate_request, lora) for generate_request in generate_requests]
+    form = _completion_form(context, body)
+    if len(generate_requests) == 1 and body.stream:
+        return await stream_one(context, body, generate_requests[0], CompletionEvents(reply_head, form))
+    if len(generate_requests) == 1:
+        return await whole_one(
+            context, body, generate_requests[0], lambda output: completion_reply(reply_head, form, [output])
+        )
+    batch = RequestBatch([context.engine.generate(generate_request) for generate_request in generate_requests])
+    if body.stream:
+        events = [CompletionEvents(reply_head, form, index) for index in range(len(generate_requests))]
+        return await _stream_batch(context, body, batch, events, head.id)
+    return await _whole_batch(
+        context, body, batch, lambda outputs: completion_reply(reply_head, form, outputs), head.id
+    )
+
+
+async def stream_one(
+    context: ServerContext, body: RequestBody, generate_request: GenerateRequest, events: EventStream
+) -> Response:
+    """The response that streams the events of a request.
+
+    Raises:
+        RequestError: the request cannot be honoured. Nothing was sent.
+    """
+    outputs = context.engine.generate(generate_request)
+    open_request = _open(context, generate_request.request_id or "")
+    request_scope = await enter_request(
+        outputs, context.stop, on_left=lambda: context.open_requests.close(open_request)
+    )
+    try:
+        open_request.num_prompt_tokens = outputs.num_prompt_tokens
+        headers = {**_STREAM_HEADERS, **context.warning_headers(body, outputs.warnings)}
+    except BaseException:
+        request_scope.cancel()
+        raise
+    response = Response(
+        StreamBody(outputs, events, request_scope, open_request), headers=headers, content_type=CONTENT_TYPE
+    )
+    # Quart would cut it after a minute.
+    response.timeout = None
+    return response
+
+
+async def whole_one(
+    context: ServerContext,
+    body: RequestBody,
+    generate_request: GenerateRequest,
+    reply: Callable[[RequestOutput], bytes],
+) -> Response:
+    """The response that has the reply of a request.
+
+    Raises:
+        RequestError: the request cannot be honoured.
+        EngineGenerateError: it failed.
+    """
+    batch = RequestBatch([context.engine.generate(generate_request)])
+    return await _whole_batch(
+        context, body, batch, lambda outputs: reply(outputs[0]), generate_request.request_id or ""
+    )
+
+
+async def _stream_batch(
+    context: ServerContext, body: RequestBody, batch: RequestBatch, events: Sequence[CompletionEvents], request_id: str
+) -> Response:
+    open_request = _open(context, request_id)
+    request_scope = await enter_request(batch, context.stop, on_left=lambda: context.open_requests.close(open_request))
+    try:
+        open_request.num_prompt_tokens = batch.num_prompt_tokens
+        headers = {**_STREAM_HEADERS, **context.warning_headers(body, batch.warnings)}
+    except BaseException:
+        request_scope.cancel()
+        raise
+    response = Response(
+        BatchBody(batch.streams, events, request_scope, open_request), headers=headers, content_type=CONTENT_TYPE
+    )
+    response.timeout = None
+    return response
+
+
+async def _whole_batch(
+    context: ServerContext,
+    body: RequestBody,
+    batch: RequestBatch,
+    reply: Callable[[Sequence[RequestOutput]], bytes],
+    request_id: str,
+) -> Response:
+    open_request = _open(context, request_id)
+    request_scope = await enter_request(batch, context.stop, on_left=lambda: context.open_requests.close(open_request))
+    try:
+        open_request.num_prompt_tokens = batch.num_prompt_tokens
+        headers = context.warning_headers(body, batch.warnings)
+        # All run at the same time; in which order they are read does not matter.
+        outputs = [await _last_output(stream) for stream in batch.streams]
+        return json_response(reply(outputs), headers=headers)
+    finally:
+        request_scope.cancel()
+
+
+async def _last_output(stream: OutputStream) -> RequestOutput:
+    async for output in stream:
+        if output.finished:
+            return output
+    raise EngineGenerateError("The engine's outputs ended without a last one.")
+
+
+def _open(context: ServerContext, request_id: str) -> OpenRequest:
+    return context.open_requests.open(request_id, request.path)
+
+
+def _reply_head(context: ServerContext, head: RequestHead, lora: str | None) -> ReplyHead:
+    return ReplyHead(head.id, int(time.time()), lora or context.engine.model_name)
+
+
+def _completion_form(context: ServerContext, body: CompletionRequest) -> CompletionForm:
+    sampling = body.sampling
+    echoes = (
+        [_prompt_text(context, prompt, sampling.skip_special_tokens) for prompt in body.prompt] if body.echo else ()
+    )
+    return CompletionForm(
+        n=sampling.n,
+        include_usage=bool(body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options.continuous_usage_stats),
+        logprobs=sampling.logprobs,
+        echoes=echoes,
+        token_bytes=context.engine.tokenizer.token_bytes if body.echo else None,
+    )
+
+
+def _prompt_text(context: ServerContext, prompt: TextPrompt | TokensPrompt, skip_special_tokens: bool) -> str:
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    return context.engine.renderer.detokenize(prompt.token_ids, skip_special_tokens=skip_special_tokens)
