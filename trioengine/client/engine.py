@@ -1,34 +1,36 @@
-"""`open_engine`: an engine core in its own process, and the actor that speaks with it.
+"""`open_engine`: engine cores in their own processes, and the actor that speaks with them.
 
-The block owns everything: the core process, the output handler, the watcher. Nothing of it outlives the block, and
-nothing in it cancels the block: when the core dies, streams and calls raise `EngineDeadError`.
+The block owns everything: the core processes, the output handler, the watchers. Nothing of it outlives the block, and
+nothing in it cancels the block: when a core dies, streams and calls raise `EngineDeadError`. `attach_engine` is the
+same for cores that another process has started (`client.cores`).
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from typing import Generic, TypeVar, cast
 
 import attrs
 import trio
 
-from trioengine.checkpoint.locate import FetchProgress, ModelLocation, resolve_model
+from trioengine.checkpoint.locate import ModelLocation
 from trioengine.client.channel import CoalescingChannel
+from trioengine.client.cores import Attachment, check_health, ignore_progress, open_link, start_cores
 from trioengine.client.encode import encode
 from trioengine.client.interface import EngineClient
-from trioengine.client.link import CoreLink, OnProgress
-from trioengine.client.renderer import Renderer
+from trioengine.client.link import CoreLink, LinkClient, OnProgress, WatchedCore
 from trioengine.client.stream import RequestStream
-from trioengine.config import env
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
+from trioengine.frontend.admission import AdmissionLimits
 from trioengine.frontend.frontend import AddedRequest, Frontend, PendingCall
 from trioengine.frontend.input_processor import InputProcessor, ProcessedEncodeRequest, ProcessedRequest
 from trioengine.frontend.pooling_state import PoolingSink
-from trioengine.runtime.core_handle import CORE_MODULE, CoreHandle
-from trioengine.runtime.launch import CoreLaunch
+from trioengine.frontend.renderer import Renderer
+from trioengine.observability.loggers import StatLoggerFactory, make_stat_loggers
+from trioengine.observability.stats import StatLogger
+from trioengine.runtime.core_handle import CORE_MODULE, AttachedCore
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from trioengine.transport.address import create_endpoint
-from trioengine.transport.topology import bind_router, core_identity
+from trioengine.transport.topology import bind_router
 from trioengine.types.messages import Call, ModelFacts, Ready
 from trioengine.types.pooling import EncodeRequest, PoolingOutput
 from trioengine.types.request import GenerateRequest
@@ -37,7 +39,7 @@ R = TypeVar("R")
 
 
 class Engine(EngineClient):
-    """An open engine; see `client.interface.EngineClient` for what it promises. Made by `open_engine`."""
+    """An open engine, made by `open_engine` or `attach_engine`; see `EngineClient` for what it promises."""
 
     def __init__(
         self,
@@ -45,17 +47,16 @@ class Engine(EngineClient):
         model_name: str,
         ready: Ready,
         tokenizer: Tokenizer,
-        frontend: Frontend,
         link: CoreLink,
     ) -> None:
         self._config = config
         self._model_name = model_name
         self._ready = ready
         self._tokenizer = tokenizer
-        self._frontend = frontend
+        self._frontend = link.client.frontend
         self._link = link
         self._input_processor = InputProcessor(tokenizer, ready.model)
-        self._renderer = Renderer(tokenizer, ready.model.vocab_size)
+        self._renderer = self._input_processor.renderer
 
     @property
     def config(self) -> EngineConfig:
@@ -74,7 +75,7 @@ class Engine(EngineClient):
 
     @property
     def ready(self) -> Ready:
-        """What the core said when it was ready: its sizes, and the reasons for them."""
+        """What the first core said when it was ready: its sizes, and the reasons for them."""
         return self._ready
 
     @property
@@ -101,20 +102,24 @@ class Engine(EngineClient):
         """The outputs of a request. Nothing happens before its `async with` is entered."""
         return RequestStream(self, request)
 
-    def start(self, processed: ProcessedRequest, channel: CoalescingChannel) -> Callable[[], None]:
+    def start(
+        self, processed: ProcessedRequest, channel: CoalescingChannel, *, waited_s: float = 0.0
+    ) -> Callable[[], None]:
         """Register a request and send it to the core, for `RequestStream`. Calling the result leaves it."""
-        return self._start(self._frontend.add(processed, channel))
+        return self._start(self._frontend.add(processed, channel, waited_s=waited_s))
 
     async def encode(self, request: EncodeRequest) -> PoolingOutput:
         """The vectors of a prompt. As `EngineClient.encode`."""
         return await encode(self, request)
 
-    def start_encode(self, processed: ProcessedEncodeRequest, sink: PoolingSink) -> Callable[[], None]:
+    def start_encode(
+        self, processed: ProcessedEncodeRequest, sink: PoolingSink, *, waited_s: float = 0.0
+    ) -> Callable[[], None]:
         """As `start`, for `encode`."""
-        return self._start(self._frontend.add_encode(processed, sink))
+        return self._start(self._frontend.add_encode(processed, sink, waited_s=waited_s))
 
     def _start(self, added: AddedRequest) -> Callable[[], None]:
-        self._link.send(added.message)
+        self._link.send_request(added)
 
         def leave() -> None:
             self._frontend.drop(added.state)
@@ -134,20 +139,25 @@ class Engine(EngineClient):
 
     def check_admission(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
         """Return when so many more requests may come now. As `EngineClient.check_admission`."""
+        self._frontend.check_admission(n, num_prompt_tokens)
+
+    @property
+    def stat_loggers(self) -> Sequence[StatLogger]:
+        """Who takes the statistics."""
+        return self._link.client.stat_loggers
 
     def do_log_stats(self) -> None:
-        """Let the loggers of statistics say what happened."""
+        """Let the loggers of statistics say what happened. As `EngineClient.do_log_stats`."""
+        for stat_logger in self.stat_loggers:
+            stat_logger.log()
 
     async def call(self, call: Call[R]) -> R:
-        """Run an operation on the core and return its typed reply. Cancelling stops the waiting, not the operation.
-
-        Raises:
-            EngineDeadError: the core died before it replied.
-            TrioEngineError: the operation failed, as the operation says.
-        """
-        reply = _Reply[R]()
-        self._link.send(self._frontend.add_call(call, PendingCall(type(call), reply.set_value, reply.set_error)))
-        return await reply.wait()
+        """Run an operation on all cores. As `EngineClient.call`."""
+        replies = [_Reply[R]() for _ in range(self._frontend.num_cores)]
+        for core, reply in enumerate(replies):
+            pending = PendingCall(type(call), reply.set_value, reply.set_error)
+            self._link.send(core, self._frontend.add_call(call, pending, core))
+        return call.combine([await reply.wait() for reply in replies])
 
     @property
     def dead_error(self) -> EngineDeadError | EngineClosedError | None:
@@ -161,11 +171,7 @@ class Engine(EngineClient):
             EngineDeadError: it has died, or hangs.
             EngineClosedError: the block of `open_engine` was left.
         """
-        if self._frontend.dead_error is not None:
-            raise attrs.evolve(self._frontend.dead_error)
-        trouble = self._link.trouble()
-        if trouble is not None:
-            raise trouble
+        check_health(self._frontend, self._link)
 
 
 @asynccontextmanager
@@ -173,14 +179,19 @@ async def open_engine(
     config: EngineConfig | None = None,
     *,
     on_progress: OnProgress | None = None,
+    stat_loggers: Sequence[StatLoggerFactory] = (),
     core_module: str = CORE_MODULE,
     core_options: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[Engine, None]:
-    """An engine for the length of the block: a core process that has loaded the model, stopped when the block is left.
+    """An engine for the length of the block: core processes that have loaded the model, stopped when the block is left.
+
+    There are `data_parallel_size` cores, between which requests are balanced; operations run on all. Those that are to
+    run on other machines are waited for.
 
     Args:
         config: which model, and how to run it; the default model when None.
         on_progress: called with a stage and a fraction (0 to 1) while the model is fetched and loaded.
+        stat_loggers: who takes statistics too, besides those that the configuration and plug-ins ask for.
         core_module: another core's entry module, for tests and benchmarks; `core_options` is for it.
 
     Leaving the block ends every stream and call that is still open with `EngineClosedError`. An exception of the block
@@ -190,67 +201,85 @@ async def open_engine(
         ConfigError, CheckpointError, EngineStartError: the engine cannot start; no process is left behind.
     """
     config = EngineConfig() if config is None else config
-    progress = _ignore_progress if on_progress is None else on_progress
-    location = await _find_model(config.model, progress)
-    draft_location = None if config.draft_model is None else await _find_model(config.draft_model, progress)
-    with create_endpoint(env.variables()) as endpoint:
-        bound = bind_router(endpoint)
-        try:
-            launch = CoreLaunch(
-                endpoint=bound.endpoint.for_core(),
-                rank=0,
-                page_fd=-1,
-                config=config,
-                model=location,
-                draft_model=draft_location,
-                options=core_options or {},
-            )
-            core = await CoreHandle.start(launch, core_module)
-            try:
-                block_error: BaseException | None = None
-                stop_timeout_s = 0.0  # A core that loads reads no messages, so it is not worth waiting for.
-                try:
-                    async with trio.open_nursery() as nursery:
-                        frontend = Frontend()
-                        link = CoreLink(bound.socket, core_identity(0), core, frontend)
-                        link.start(nursery)
-                        try:
-                            tokenizer = await trio.to_thread.run_sync(load_tokenizer, location, abandon_on_cancel=True)
-                            ready = await link.wait_ready(progress, timeout_s=config.startup_timeout_s)
-                            stop_timeout_s = config.core_stop_timeout_s
-                            name = config.served_model_name or location.served_name
-                            yield Engine(config, name, ready, tokenizer, frontend, link)
-                        except BaseException as error:
-                            # Kept out of the nursery, which would wrap it in a group; raised again below.
-                            block_error = error
-                        frontend.fail_all(EngineClosedError("The engine is closed."))
-                        try:
-                            await link.stop(timeout_s=stop_timeout_s)
-                        finally:
-                            nursery.cancel_scope.cancel()
-                finally:
-                    # Over what the nursery raises, which is at most that a scope around the block was cancelled.
-                    if block_error is not None:
-                        raise block_error
-            finally:
-                core.close()
-        finally:
-            bound.socket.close()
+    with ExitStack() as stack:
+
+        def make_client(location: ModelLocation, num_cores: int) -> LinkClient:
+            return _make_client(stack, config, location, num_cores, stat_loggers)
+
+        async with start_cores(
+            config,
+            make_client=make_client,
+            on_progress=on_progress,
+            core_module=core_module,
+            core_options=core_options,
+        ) as cores:
+            tokenizer = await trio.to_thread.run_sync(load_tokenizer, cores.model, abandon_on_cancel=True)
+            ready, *_ = await cores.wait_ready(on_progress)
+            yield Engine(config, _model_name(config, cores.model), ready, tokenizer, cores.link)
 
 
-async def _find_model(model: str | None, progress: OnProgress) -> ModelLocation:
-    def report(fetched: FetchProgress) -> None:
-        trio.from_thread.check_cancelled()  # Raises here, in the thread: the download ends then.
-        trio.from_thread.run_sync(progress, "fetching the model", fetched.num_bytes / max(1, fetched.total_bytes))
+@asynccontextmanager
+async def attach_engine(
+    attachment: Attachment, *, stat_loggers: Sequence[StatLoggerFactory] = (), api_server: int | None = None
+) -> AsyncGenerator[Engine, None]:
+    """An engine for the length of the block, over cores that another process has started with `start_cores`.
 
-    def find() -> ModelLocation:
-        return resolve_model(model, cache_dir=env.cache_dir(), progress=report)
+    It waits until the cores take requests. Leaving the block ends its own requests and nothing else. Each client sees
+    only the outputs of its own requests; operations (`sleep`, `abort` by the core and the like) are felt by all. When
+    this process vanishes, the cores abort its requests.
 
-    return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
+    Args:
+        attachment: as `start_cores` gave it. Its descriptors stay open, and the caller's.
+        stat_loggers: as for `open_engine`.
+        api_server: which of several API-server processes this is, for the statistics.
+
+    Raises:
+        CheckpointError, EngineStartError: why the cores cannot start.
+        EngineDeadError: they are gone.
+    """
+    config = attachment.config
+    with ExitStack() as stack:
+        cores: dict[int, WatchedCore] = {}
+        for core in attachment.cores:
+            cores[core.rank] = attached = AttachedCore(core, config.step_timeout_s)
+            stack.callback(attached.close)
+        bound = bind_router(attachment.endpoint)
+        stack.callback(bound.socket.close)
+        client = _make_client(stack, config, attachment.model, len(cores), stat_loggers, api_server)
+        async with open_link(bound.socket, cores, client) as link:
+            tokenizer = await trio.to_thread.run_sync(load_tokenizer, attachment.model, abandon_on_cancel=True)
+            ready, *_ = await link.wait_ready(ignore_progress, timeout_s=config.startup_timeout_s)
+            yield Engine(config, _model_name(config, attachment.model), ready, tokenizer, link)
 
 
-def _ignore_progress(_stage: str, _fraction: float) -> None:
-    pass
+def _make_client(
+    stack: ExitStack,
+    config: EngineConfig,
+    location: ModelLocation,
+    num_cores: int,
+    extra: Sequence[StatLoggerFactory],
+    api_server: int | None = None,
+) -> LinkClient:
+    """A front end as `config` says, and those who take its statistics, who are closed with the stack."""
+    name = _model_name(config, location)
+    loggers = make_stat_loggers(config, num_cores=num_cores, model_name=name, extra=extra, api_server=api_server)
+    for each in loggers:
+        stack.callback(each.close)
+    frontend = Frontend(
+        num_cores=num_cores,
+        clock=trio.current_time,
+        admission=AdmissionLimits(
+            max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens
+        ),
+        stat_loggers=loggers,
+        chunk_size=config.output_proc_chunk_size,
+        enable_log_requests=config.enable_log_requests,
+    )
+    return LinkClient(frontend, loggers, config.log_stats_interval_s)
+
+
+def _model_name(config: EngineConfig, location: ModelLocation) -> str:
+    return config.served_model_name or location.served_name
 
 
 class _Reply(Generic[R]):

@@ -110,6 +110,28 @@ def _is_at_least_max_loras(config: "EngineConfig", _: object, value: int | None)
         )
 
 
+def _is_at_most_data_parallel_size(config: "EngineConfig", _: object, value: int | None) -> None:
+    if value is None:
+        return
+    if value > config.data_parallel_size:
+        raise ConfigError(
+            f"data_parallel_size_local ({value}) is more than data_parallel_size ({config.data_parallel_size}).",
+            option="data_parallel_size_local",
+        )
+    if config.data_parallel_rank is not None:
+        raise ConfigError(
+            "data_parallel_size_local and data_parallel_rank exclude each other.", option="data_parallel_size_local"
+        )
+
+
+def _is_needed_by_remote_cores(config: "EngineConfig", field: "attrs.Attribute[Any]", value: str | None) -> None:
+    if (value is None) is config.has_remote_cores:
+        problem = "is needed where" if value is None else "is only for engines of which"
+        raise ConfigError(
+            f"{field.name} {problem} some cores run on other machines (data_parallel_size_local).", option=field.name
+        )
+
+
 @attrs.frozen(kw_only=True)
 class EngineConfig:
     """The options of one engine, checked one by one.
@@ -290,6 +312,27 @@ class EngineConfig:
             "Start this one of the cores only, where something outside balances between engines. Unset starts all."
         ),
     )
+    data_parallel_size_local: int | None = attrs.field(
+        default=None,
+        validator=[optional(integer(0, 256)), _is_at_most_data_parallel_size],
+        metadata=documented(
+            "How many of the cores run on this machine, from rank 0 on. The others are started with `trioengine core`"
+            " on theirs. Unset is all."
+        ),
+    )
+    data_parallel_listen: str | None = attrs.field(
+        default=None,
+        validator=[optional(text()), _is_needed_by_remote_cores],
+        metadata=documented("Where cores on other machines connect to: tcp://HOST:PORT of this machine."),
+    )
+    data_parallel_key_file: str | None = attrs.field(
+        default=None,
+        validator=[optional(text()), _is_needed_by_remote_cores],
+        metadata=documented(
+            "The file with the keys that they need, made where it is missing. Copy it to their machines, and keep it"
+            " secret."
+        ),
+    )
     max_num_queued_reqs: int | None = attrs.field(
         default=1024,
         validator=optional(integer(1)),
@@ -339,6 +382,26 @@ class EngineConfig:
         validator=number(0.0),
         metadata=documented("Seconds that a core which is asked to stop gets before it is terminated, then killed."),
     )
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks of the cores that run on this machine."""
+        if self.data_parallel_rank is not None:
+            return (self.data_parallel_rank,)
+        num_local = self.data_parallel_size_local
+        return tuple(range(self.data_parallel_size if num_local is None else num_local))
+
+    @property
+    def remote_ranks(self) -> tuple[int, ...]:
+        """The ranks of the cores that run on other machines."""
+        if self.data_parallel_rank is not None or self.data_parallel_size_local is None:
+            return ()
+        return tuple(range(self.data_parallel_size_local, self.data_parallel_size))
+
+    @property
+    def has_remote_cores(self) -> bool:
+        """Whether some cores run on other machines."""
+        return bool(self.remote_ranks)
 
     @property
     def draft_model(self) -> str | None:

@@ -1,10 +1,13 @@
-"""`CoreHandle`: a core process as its parent sees it: started, watched, and stopped by a ladder."""
+"""A core process as others see it: `CoreHandle` is its parent's, which starts and stops it; `AttachedCore` is for
+processes that only use it.
+"""
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 import attrs
 import trio
@@ -20,10 +23,20 @@ TERMINATE_TIMEOUT_S = 1.0
 class CoreHandle:
     """One core process. `close` must be called; `stop` is the way to end it that waits."""
 
-    def __init__(self, process: trio.Process, page: StatusPage, launch_pipe_fd: int, step_timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        process: trio.Process,
+        page: StatusPage,
+        launch_pipe_fd: int,
+        life_fd: int,
+        step_timeout_s: float,
+    ) -> None:
+        self._rank = rank
         self._process = process
         self._page = page
         self._launch_pipe_fd: int | None = launch_pipe_fd
+        self._life_fd = life_fd
         self._step_timeout_s = step_timeout_s
 
     @classmethod
@@ -32,30 +45,38 @@ class CoreHandle:
 
         A user's script needs no `__main__` guard: the process imports `module` only.
         """
-        page = StatusPage.create()
-        read_fd, write_fd = os.pipe()
-        try:
-            write_launch(write_fd, attrs.evolve(launch, page_fd=page.fd))
-            process = await trio.lowlevel.open_process(
-                # -P: nothing in the working directory can be taken for a module.
-                [sys.executable, "-P", "-m", module, str(read_fd)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # Standard output is the application's.
-                process_group=0,  # A terminal's Ctrl-C reaches the parent only.
-                pass_fds=(read_fd, page.fd),
-            )
-        except BaseException:
-            os.close(write_fd)
-            page.close()
-            raise
-        finally:
-            os.close(read_fd)
-        return cls(process, page, write_fd, launch.config.step_timeout_s)
+        with contextlib.ExitStack() as on_failure:
+            page = StatusPage.create()
+            on_failure.callback(page.close)
+            with contextlib.ExitStack() as of_core:
+                launch_read_fd, launch_write_fd = os.pipe()
+                of_core.callback(os.close, launch_read_fd)
+                on_failure.callback(os.close, launch_write_fd)
+                life_read_fd, life_write_fd = os.pipe()
+                of_core.callback(os.close, life_write_fd)
+                on_failure.callback(os.close, life_read_fd)
+                write_launch(launch_write_fd, attrs.evolve(launch, page_fd=page.fd))
+                process = await trio.lowlevel.open_process(
+                    # -P: nothing in the working directory can be taken for a module.
+                    [sys.executable, "-P", "-m", module, str(launch_read_fd)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # Standard output is the application's.
+                    process_group=0,  # A terminal's Ctrl-C reaches the parent only.
+                    # The core alone holds the end of the last one that writes: who waits to read sees its exit.
+                    pass_fds=(launch_read_fd, page.fd, life_write_fd),
+                )
+            on_failure.pop_all()
+        return cls(launch.rank, process, page, launch_write_fd, life_read_fd, launch.config.step_timeout_s)
 
     @property
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
+
+    @property
+    def attachment(self) -> "CoreAttachment":
+        """What another process watches it by, while this is not closed."""
+        return CoreAttachment(self._rank, self.pid, self._page.fd, self._life_fd)
 
     def trouble(self) -> EngineDeadError | None:
         """Why the core cannot be relied on now, if so: it has exited, was stopped, or hangs in a step."""
@@ -77,13 +98,12 @@ class CoreHandle:
         """Wait until the process has exited."""
         await self._process.wait()
 
-    async def stop(self, ask: Callable[[], None], *, timeout_s: float) -> None:
-        """End the process: ask, wait, terminate, wait, kill. When it returns or raises, the process is gone.
+    async def stop(self, *, timeout_s: float) -> None:
+        """End the process, which has been asked to: wait, terminate, wait, kill. When it returns or raises, it is gone.
 
-        When cancelled, it does not go on asking: it kills at once.
+        When cancelled, it kills at once.
         """
         try:
-            ask()
             with trio.move_on_after(timeout_s):
                 await self._process.wait()
                 return
@@ -102,4 +122,58 @@ class CoreHandle:
         if self._launch_pipe_fd is not None:
             os.close(self._launch_pipe_fd)
             self._launch_pipe_fd = None
+            os.close(self._life_fd)
+            self._page.close()
+
+
+@attrs.frozen
+class CoreAttachment:
+    """A core process, for a process that did not start it. The descriptors are to be inherited (`pass_fds`)."""
+
+    rank: int
+    pid: int
+    page_fd: int
+    """Its status page."""
+    life_fd: int
+    """The end of a pipe at which reading ends when the core has exited."""
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The descriptors."""
+        return self.page_fd, self.life_fd
+
+
+class AttachedCore:
+    """A core process that somebody else has started, watched. `close` must be called."""
+
+    def __init__(self, attachment: CoreAttachment, step_timeout_s: float) -> None:
+        """Watch it through copies of the attachment's descriptors."""
+        self._pid = attachment.pid
+        self._step_timeout_s = step_timeout_s
+        self._life_fd: int | None = os.dup(attachment.life_fd)
+        self._page = StatusPage(os.dup(attachment.page_fd))
+        self._life = select.poll()
+        self._life.register(self._life_fd, select.POLLIN | select.POLLHUP)
+
+    def trouble(self) -> EngineDeadError | None:
+        """Why the core cannot be relied on now, if so: it has exited, was stopped, or hangs in a step."""
+        if self._life.poll(0):
+            return self.exit_error()
+        trouble = self._page.trouble(step_timeout_s=self._step_timeout_s)
+        return None if trouble is None else EngineDeadError(f"The engine core (pid {self._pid}) {trouble}.")
+
+    def exit_error(self) -> EngineDeadError:
+        """What a core that has exited leaves to say."""
+        return EngineDeadError(f"The engine core (pid {self._pid}) has exited.")
+
+    async def wait(self) -> None:
+        """Wait until the process has exited."""
+        assert self._life_fd is not None, "it is closed"
+        await trio.lowlevel.wait_readable(self._life_fd)
+
+    def close(self) -> None:
+        """Give back what it is watched by. May be called again; nobody may wait any more."""
+        if self._life_fd is not None:
+            os.close(self._life_fd)
+            self._life_fd = None
             self._page.close()

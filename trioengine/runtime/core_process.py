@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -24,7 +24,7 @@ from trioengine.runtime.status_page import StatusPage
 from trioengine.runtime.step_loop import Core, run_step_loop
 from trioengine.transport.address import Endpoint
 from trioengine.transport.topology import connect_dealer
-from trioengine.transport.zmq_blocking import BlockingSocket, Waker
+from trioengine.transport.zmq_blocking import BlockingSocket, Waker, poll
 from trioengine.types.codec import encode, error_to_data
 from trioengine.types.messages import EngineDead, FromCore, Ready, Starting
 
@@ -60,23 +60,28 @@ def main(build: BuildCore) -> int:
     except EOFError:
         return 1
     page = StatusPage(launch.page_fd)
-    threading.Thread(target=_watch, args=(launch_fd, page, launch.endpoint), name="watch", daemon=True).start()
-    socket = connect_dealer(launch.endpoint, launch.rank)
+    threading.Thread(target=_watch, args=(launch_fd, page, launch.endpoints), name="watch", daemon=True).start()
+    return run_core(build, launch, page)
+
+
+def run_core(build: BuildCore, launch: CoreLaunch, page: StatusPage) -> int:
+    """Build a core and serve its front ends until the first of them says `Stop`, or is gone; the exit status."""
+    sockets = [connect_dealer(endpoint, launch.rank) for endpoint in launch.endpoints]
     try:
-        return _run(build, launch, socket, page)
+        return _run(build, launch, sockets, page)
     finally:
-        socket.close()
+        for socket in sockets:
+            socket.close()
 
 
-def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: StatusPage) -> int:
-    def send(message: FromCore) -> None:
-        socket.try_send((encode(message),))
+def _run(build: BuildCore, launch: CoreLaunch, sockets: Sequence[BlockingSocket], page: StatusPage) -> int:
+    owner = sockets[0]
 
     def report(stage: str, fraction: float) -> None:
         nonlocal reported
         if stage != reported.stage or fraction - reported.fraction >= 0.05 or fraction == 1.0:
             reported = Starting(stage, fraction)
-            send(reported)
+            owner.try_send((encode(reported),))
 
     reported = Starting("starting", 0.0)
     try:
@@ -86,29 +91,39 @@ def _run(build: BuildCore, launch: CoreLaunch, socket: BlockingSocket, page: Sta
             # The parent tells its caller in one line. Where in the code it happened, only this log says.
             logger.exception("The engine core could not start.")
             error = EngineStartError(f"The engine core could not start: {type(error).__name__}: {error}")
-        _say_last_words(socket, error)
+        _say_last_words(sockets, error)
         return 1
     try:
         tune_garbage_collector()
-        send(built.ready)
-        run_step_loop(built.core, [socket], page, built.waker)
+        for socket in sockets:
+            _send_surely(socket, built.ready)
+        run_step_loop(built.core, sockets, page, built.waker)
     except Exception as error:  # The border of the process, as above.
         message = f"The engine core died: {type(error).__name__}: {error}"
         logger.exception("The engine core died.")
-        _say_last_words(socket, EngineDeadError(message, cause=traceback.format_exc()))
+        _say_last_words(sockets, EngineDeadError(message, cause=traceback.format_exc()))
         return 1
     finally:
         built.close()
     return 0
 
 
-def _say_last_words(socket: BlockingSocket, error: TrioEngineError) -> None:
-    """Tell the front end why this process ends, waiting a moment for it to listen."""
-    socket.try_send((encode(EngineDead(error_to_data(error))),))
-    socket.close(linger_s=LAST_WORDS_TIMEOUT_S)
+def _send_surely(socket: BlockingSocket, message: FromCore) -> None:
+    """Send, waiting while the front end has not read the reports of how loading went."""
+    data = encode(message)
+    while not socket.try_send((data,)):
+        poll((), full=[socket])
 
 
-def _watch(launch_fd: int, page: StatusPage, endpoint: Endpoint) -> None:
+def _say_last_words(sockets: Sequence[BlockingSocket], error: TrioEngineError) -> None:
+    """Tell the front ends why this process ends, waiting a moment for them to listen."""
+    for socket in sockets:
+        socket.try_send((encode(EngineDead(error_to_data(error))),))
+    for socket in sockets:
+        socket.close(linger_s=LAST_WORDS_TIMEOUT_S)
+
+
+def _watch(launch_fd: int, page: StatusPage, endpoints: Sequence[Endpoint]) -> None:
     """Tick until the parent is gone, then end the process, whatever its other threads do."""
     poller = select.poll()
     poller.register(launch_fd, select.POLLIN | select.POLLHUP)
@@ -116,7 +131,8 @@ def _watch(launch_fd: int, page: StatusPage, endpoint: Endpoint) -> None:
     while not poller.poll(TICK_INTERVAL_S * 1000):
         page.tick()
     # The parent writes nothing after the launch, so this is the end of the pipe. It may have had no time to clean up.
-    endpoint.remove()
+    for endpoint in endpoints:
+        endpoint.remove()
     os._exit(1)
 
 

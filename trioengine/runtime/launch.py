@@ -20,7 +20,8 @@ _LENGTH = struct.Struct("=I")
 class CoreLaunch:
     """Everything a core process starts from. Secret (it may hold keys): never in arguments or the environment."""
 
-    endpoint: Endpoint
+    endpoints: tuple[Endpoint, ...]
+    """Of its front ends. The first is that of the core's owner, which hears how loading goes, and alone says `Stop`."""
     rank: int
     page_fd: int
     config: EngineConfig
@@ -36,7 +37,7 @@ def write_launch(fd: int, launch: CoreLaunch) -> None:
 
     Well under a pipe's capacity, so it never blocks.
     """
-    data = pack(_converter.unstructure(launch))
+    data = pack(launch_converter.unstructure(launch))
     os.write(fd, _LENGTH.pack(len(data)) + data)
 
 
@@ -47,7 +48,7 @@ def read_launch(fd: int) -> CoreLaunch:
         EOFError: the parent is gone.
     """
     (length,) = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size))
-    return _converter.structure(unpack(_read_exactly(fd, length)), CoreLaunch)
+    return launch_converter.structure(unpack(_read_exactly(fd, length)), CoreLaunch)
 
 
 def _read_exactly(fd: int, num_bytes: int) -> bytes:
@@ -67,4 +68,5 @@ def _make_converter() -> Converter:
     return converter
 
 
-_converter = _make_converter()
+launch_converter = _make_converter()
+"""Between a launch, or anything made of the same parts, and plain data."""

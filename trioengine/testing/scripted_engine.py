@@ -11,7 +11,7 @@ import attrs
 import trio
 
 from trioengine.client.engine import Engine
-from trioengine.client.link import CoreLink
+from trioengine.client.link import CoreLink, LinkClient
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.frontend.frontend import Frontend
@@ -42,11 +42,6 @@ class FakeCoreHandle:
 
     async def wait(self) -> None:
         await self.exited.wait()
-
-    async def stop(self, ask: Callable[[], None], *, timeout_s: float) -> None:
-        ask()
-        with trio.move_on_after(timeout_s):
-            await self.exited.wait()
 
 
 @attrs.frozen
@@ -80,15 +75,15 @@ async def open_scripted_engine(
     script = Script() if script is None else script
     if core is None:
         core = ScriptedCore(attrs.evolve(script, pace_s=0.0), clock=trio.current_time)
-    router, handle, frontend = MemoryRouter(), FakeCoreHandle(), Frontend()
+    router, handle, frontend = MemoryRouter(), FakeCoreHandle(), Frontend(clock=trio.current_time)
     dealer = router.connect(core_identity(0))
     received: list[ToCore] = []
     async with trio.open_nursery() as nursery:
         core_scope = trio.CancelScope()
         nursery.start_soon(_run_core, core, script.pace_s, dealer, handle, received, core_scope)
-        link = CoreLink(router, core_identity(0), handle, frontend)
+        link = CoreLink(router, {0: handle}, LinkClient(frontend))
         link.start(nursery)
-        engine = Engine(EngineConfig(), MODEL_NAME, ready or scripted_ready(), FakeTokenizer(), frontend, link)
+        engine = Engine(EngineConfig(), MODEL_NAME, ready or scripted_ready(), FakeTokenizer(), link)
         yield ScriptedEngine(
             engine,
             frontend,

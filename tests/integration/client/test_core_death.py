@@ -59,7 +59,7 @@ def link_of(engine: Engine) -> CoreLink:
 
 
 def signal_core(engine: Engine, number: signal.Signals) -> None:
-    handle: Any = link_of(engine)._core
+    handle: Any = link_of(engine)._cores[0]
     os.kill(handle.pid, number)
 
 
@@ -215,7 +215,7 @@ async def test_a_step_without_end_is_unhealthy(model: str) -> None:
         error = await until_unhealthy(engine)
         assert "step_timeout_s" in str(error)
         assert "one step" in str(error)
-        handle: Any = link_of(engine)._core
+        handle: Any = link_of(engine)._cores[0]
     assert handle._process.returncode == -signal.SIGTERM
 
 
@@ -237,13 +237,13 @@ async def test_a_core_that_hears_neither_stop_nor_terminate_is_killed(
     opening = open_scripted(model, options, core_stop_timeout_s=0.1, step_timeout_s=0.1)
     async with opening as engine, engine.generate(GenerateRequest("a!", ENDLESS)):
         await until_unhealthy(engine)
-        handle: Any = link_of(engine)._core
+        handle: Any = link_of(engine)._cores[0]
     assert handle._process.returncode == -signal.SIGKILL
 
 
 async def test_a_core_that_is_asked_to_stop_exits_by_itself(model: str) -> None:
     async with open_scripted(model) as engine:
-        handle: Any = link_of(engine)._core
+        handle: Any = link_of(engine)._cores[0]
     assert handle._process.returncode == 0
 
 
@@ -256,8 +256,8 @@ async def test_garbage_in_either_direction_is_ignored(model: str) -> None:
         link = link_of(engine)
         socket: Any = link._socket
         for parts in ((b"garbage",), (b"",), (b"\xc1",), (b"a", b"b")):
-            socket.send_nowait((link._identity, *parts))
-        link.send(Starting("x", 0.0))  # type: ignore[arg-type]
+            socket.send_nowait((link._identities[0], *parts))
+        link.send(0, Starting("x", 0.0))  # type: ignore[arg-type]
         assert await text_of(engine) == "abcabc"
         engine.check_health()
 
@@ -278,8 +278,8 @@ async def test_a_failing_request_leaves_the_output_handler_running(model: str, m
             engine.generate(GenerateRequest("xyz", ENDLESS)) as good,
         ):
             await anext(good)
-            state: Any = frontend_of(engine)._states[0]
-            assert state.external_id == "bad"
+            state: Any = frontend_of(engine)._ranks[0].children[0]
+            assert state.parent.external_id == "bad"
             state._detokenizer = Broken()
             with pytest.raises(EngineGenerateError, match="broken"):
                 _ = [output async for output in bad]

@@ -113,7 +113,7 @@ async def test_two_engines_live_in_one_process(model: str) -> None:
 
 
 def core_pid(engine: Engine) -> int:
-    handle: Any = engine._link._core
+    handle: Any = engine._link._cores[0]
     return handle.pid
 
 
@@ -335,7 +335,7 @@ async def test_the_core_of_a_killed_process_ends(model: str, tmp_path: Path) -> 
             async with open_engine(config, core_module={CORE_MODULE!r}, core_options={{"hang_token": "33"}}) as engine:
                 async with engine.generate(GenerateRequest("abc!")) as stream:
                     await anext(stream)
-                    print(engine._link._core.pid, flush=True)
+                    print(engine._link._cores[0].pid, flush=True)
                     await trio.sleep_forever()
 
         trio.run(main)
@@ -362,7 +362,7 @@ async def test_cancelling_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> No
         finally:
             ended.set()
 
-    monkeypatch.setattr("trioengine.client.engine.resolve_model", fetch)
+    monkeypatch.setattr("trioengine.client.cores.resolve_model", fetch)
     stages: list[tuple[str, float]] = []
     with trio.CancelScope() as scope:
 

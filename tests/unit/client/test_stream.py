@@ -395,7 +395,7 @@ async def test_one_requests_failure_is_its_own(autojump_clock: MockClock) -> Non
         async with engine.generate(request(max_tokens=ENDLESS)) as bad, engine.generate(request()) as good:
             await anext(good)
             error = error_to_data(EngineGenerateError("broken"))
-            sequence = scripted.frontend._next_sequence
+            sequence = scripted.frontend._ranks[0].next_sequence
             scripted.send(
                 StepOutput(
                     sequence,
@@ -407,7 +407,7 @@ async def test_one_requests_failure_is_its_own(autojump_clock: MockClock) -> Non
                 )
             )
             await wait_all_tasks_blocked()
-            scripted.frontend._next_sequence = sequence  # What the test said does not count.
+            scripted.frontend._ranks[0].next_sequence = sequence  # What the test said does not count.
             output = await anext(bad)
             assert output.outputs[0].text.endswith("!")
             assert not output.finished
@@ -520,8 +520,8 @@ async def test_what_is_no_message_for_a_front_end_is_ignored(autojump_clock: Moc
             router.deliver([b"stranger"])
             router.deliver([b"stranger", encode(StepOutput(7, 0, 0.0, slots=b"\0\0\0\0", tokens=b"!\0\0\0"))])
             for data in (b"", b"garbage", b"\xc1"):
-                router.deliver([scripted.engine._link._identity, data])
-            router.deliver([scripted.engine._link._identity])
+                router.deliver([scripted.engine._link._identities[0], data])
+            router.deliver([scripted.engine._link._identities[0]])
             scripted.send(Reply(99))
             scripted.send(AbortRequests((0,)))  # type: ignore[arg-type]
             assert text_of(await read_all(stream)) == "abcabc"
