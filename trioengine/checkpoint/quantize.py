@@ -59,7 +59,7 @@ def _q4_0(values: Floats) -> Bytes:
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
     scale = largest / np.float32(-8)
     codes = np.clip(np.trunc(blocks * _inverse(scale) + np.float32(8.5)), 0, 15).astype(np.uint8)
-    packed = codes[:, :16] | codes[:, 16:] << 4
+    packed = codes[:, :16] | np.left_shift(codes[:, 16:], 4, dtype=np.uint8)
     return np.concatenate((scale.astype("<f2").view(np.uint8), packed), axis=1)
 
 

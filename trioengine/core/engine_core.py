@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
+from trioengine.core.background import Background
 from trioengine.core.config import CoreConfig
 from trioengine.core.executor import Executor
 from trioengine.core.kv_cache_manager import KVCacheManager
@@ -24,6 +25,7 @@ from trioengine.core.request import Request, RequestEvent, make_encode_request, 
 from trioengine.core.scheduler import Scheduler
 from trioengine.core.step import StepOutcome
 from trioengine.core.structured_output import Grammar, StructuredOutputs
+from trioengine.core.weights import WeightUpdate
 from trioengine.errors import DeadlineExceededError, RequestError
 from trioengine.types.codec import error_to_data
 from trioengine.types.messages import (
@@ -75,8 +77,10 @@ class EngineCore:
         structured_outputs: StructuredOutputs | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        background: Background | None = None,
     ) -> None:
-        """Without `structured_outputs`, requests that need them are refused."""
+        """Without `structured_outputs`, requests that need them are refused. `background` does slow work of operations;
+        without, steps wait for it."""
         self.kv_cache = KVCacheManager(
             executor.kv_cache_groups,
             config.block_size,
@@ -84,10 +88,12 @@ class EngineCore:
             num_offload_blocks=executor.num_offload_blocks,
             record_events=config.enable_kv_cache_events,
         )
-        self.loras = LoRAAdapters(config.max_loras, config.max_cpu_loras, executor.add_lora, executor.remove_lora)
+        self.loras = LoRAAdapters(config.max_loras, config.max_cpu_loras, executor.remove_lora)
         self.scheduler = Scheduler(config, self.kv_cache, self.loras, structured_outputs)
         self.executor = executor
         self.pause = Pause()
+        self.background = background or Background()
+        self.weight_update = WeightUpdate()
         self.weight_version: str | None = None
         """Of the weights that steps compute with; None before the first update."""
         self._wave = Wave(executor) if isinstance(executor, Lockstep) else None
@@ -151,11 +157,13 @@ class EngineCore:
 
     def poll(self) -> None:
         """Let requests go on whose grammars have been compiled, and drop those that have waited too long for their
-        first step. Cheap; for each turn of the loop."""
+        first step, and replies whose work is done. Cheap; for each turn of the loop."""
         if self._held and self._structured_outputs is not None and self._structured_outputs.poll():
             self._release()
             self._settle_replies()
         if self._queue_deadlines and self._drop_overdue():
+            self._settle_replies()
+        if self._deferred:
             self._settle_replies()
 
     def idle_timeout_s(self) -> float | None:

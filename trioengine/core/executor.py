@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from trioengine.types.messages import UpdateWeights
 from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import PoolingParams
 
@@ -213,6 +214,8 @@ class Executor(Protocol):
     def add_lora(self, lora_id: int, path: str) -> None:
         """Read an adapter, so that plans can load it. Whether the executor sleeps does not matter.
 
+        May be called by another thread than the others.
+
         Raises:
             CheckpointError: its files cannot be read, or are not of an adapter of this model.
             RequestError: it is larger than adapters may be here. `param` is "path".
@@ -253,6 +256,59 @@ class Executor(Protocol):
 
         Raises:
             TrioEngineError: it cannot be had; the executor still sleeps.
+        """
+        ...
+
+    def update_weights(self, update: UpdateWeights) -> None:
+        """Check new weights and keep them, beside those that are kept already. May be called by another thread.
+
+        Raises:
+            RequestError: names what is wrong; nothing of this update is kept.
+            CheckpointError: the file cannot be read.
+        """
+        ...
+
+    def discard_weights(self) -> None:
+        """Forget the new weights that are kept and not applied."""
+        ...
+
+    def prepare_weights(self) -> None:
+        """Make a model with the new weights that are kept. The weights are awake. May be called by another thread, as
+        it is slow; steps go on meanwhile as always.
+
+        Raises:
+            CheckpointError: the model's files are gone, or not what they were.
+            UnavailableError: there is not enough memory for it.
+        """
+        ...
+
+    def apply_weights(self) -> None:
+        """Compute with the model that was prepared, in all steps that are submitted from now on."""
+        ...
+
+    def start_profile(self, prefix: str | None) -> None:
+        """Record what the steps compute that are submitted from now on.
+
+        Raises:
+            RequestError: it does already.
+            UnavailableError: no file can be written.
+        """
+        ...
+
+    def stop_profile(self) -> str:
+        """Write what was recorded; the path of the file, whose name begins with the prefix.
+
+        Raises:
+            RequestError: nothing was.
+            UnavailableError: it cannot be written.
+        """
+        ...
+
+    def collective_rpc(self, method: str, arguments: str) -> Sequence[str]:
+        """As `CollectiveRPC`: each worker's result, as JSON.
+
+        Raises:
+            RequestError: there is no such method, or it does not take these arguments.
         """
         ...
 

@@ -39,22 +39,19 @@ class LoRAAdapter:
 class LoRAAdapters:
     """All adapters."""
 
-    def __init__(
-        self, max_loras: int, max_cpu_loras: int, add: Callable[[int, str], None], remove: Callable[[int], None]
-    ) -> None:
+    def __init__(self, max_loras: int, max_cpu_loras: int, remove: Callable[[int], None]) -> None:
         """Begin with none.
 
         Args:
             max_loras: the executor's slots, 1 to this; 0 refuses all adapters.
             max_cpu_loras: the most adapters that there are at once.
-            add: as `Executor.add_lora`.
             remove: as `Executor.remove_lora`.
         """
         self._max_loras = max_loras
         self._max_cpu_loras = max_cpu_loras
-        self._add = add
         self._remove = remove
         self._adapters: dict[str, LoRAAdapter] = {}
+        self._reading: list[LoRAAdapter] = []
         self._leaving: list[LoRAAdapter] = []  # Removed ones that requests may still use.
         self._slots: dict[int, LoRAAdapter] = {}
         self._loads: list[LoRALoad] = []
@@ -78,8 +75,8 @@ class LoRAAdapters:
         """
         return self._find(name, "lora")
 
-    def add(self, name: str, path: str, used: Collection[LoRAAdapter]) -> None:
-        """Have an adapter read. Where there are as many as there may be, the one goes that was not used for longest.
+    def begin_add(self, name: str, path: str, used: Collection[LoRAAdapter]) -> LoRAAdapter:
+        """An adapter that is to be read, and then to be given to `finish_add` or `give_up`.
 
         Args:
             name: of the adapter.
@@ -87,30 +84,54 @@ class LoRAAdapters:
             used: those of unfinished requests.
 
         Raises:
-            RequestError: the name is taken, or as `Executor.add_lora`.
-            CheckpointError: as `Executor.add_lora`.
-            UnavailableError: all are in use or pinned.
+            RequestError: the name is taken.
+            UnavailableError: there is no room, as `finish_add` says.
         """
         self._check_enabled("name")
-        if name in self._adapters:
+        if name in self._adapters or any(name == each.name for each in self._reading):
             raise RequestError(f"There is an adapter {name!r} already. Remove it first.", param="name")
         self.forget_unused(used)
-        evicted = None
-        if len(self._adapters) + len(self._leaving) >= self._max_cpu_loras:
-            candidates = [each for each in self._adapters.values() if not each.is_pinned and each not in used]
-            evicted = min(candidates, key=lambda each: each.last_use, default=None)
-            if evicted is None:
-                raise UnavailableError(
-                    f"There is no room for the adapter {name!r}: max_cpu_loras is {self._max_cpu_loras}, and all that"
-                    " there are is in use or pinned."
-                )
+        self._check_room(name, used)
         adapter = LoRAAdapter(name, path, self._next_id)
-        self._add(adapter.lora_id, path)
         self._next_id += 1
-        self._adapters[name] = adapter
+        self._reading.append(adapter)
+        return adapter
+
+    def give_up(self, adapter: LoRAAdapter) -> None:
+        """It could not be read."""
+        self._reading.remove(adapter)
+
+    def finish_add(self, adapter: LoRAAdapter, used: Collection[LoRAAdapter]) -> None:
+        """Let requests name an adapter that the executor has read.
+
+        Where there are as many as there may be, the one goes that was not used for longest.
+
+        Raises:
+            UnavailableError: all are in use or pinned. The executor has forgotten it.
+        """
+        self._reading.remove(adapter)
+        self.forget_unused(used)
+        try:
+            evicted = self._check_room(adapter.name, used)
+        except UnavailableError:
+            self._remove(adapter.lora_id)
+            raise
+        self._adapters[adapter.name] = adapter
         self._touch(adapter)
         if evicted is not None:
             self.remove(evicted.name, used)
+
+    def _check_room(self, name: str, used: Collection[LoRAAdapter]) -> LoRAAdapter | None:
+        """Who must go; None where there is room."""
+        if len(self._adapters) + len(self._leaving) < self._max_cpu_loras:
+            return None
+        candidates = [each for each in self._adapters.values() if not each.is_pinned and each not in used]
+        if not candidates:
+            raise UnavailableError(
+                f"There is no room for the adapter {name!r}: max_cpu_loras is {self._max_cpu_loras}, and all that"
+                " there are is in use or pinned."
+            )
+        return min(candidates, key=lambda each: each.last_use)
 
     def remove(self, name: str, used: Collection[LoRAAdapter]) -> None:
         """Let no further request name an adapter. It is forgotten when no unfinished one has it.

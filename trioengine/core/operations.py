@@ -1,11 +1,14 @@
 """What the core does for each operation (`Call`): one handler each, in one table."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
 
+from trioengine.core.background import Later
 from trioengine.core.pause import MEMORY_TAGS
+from trioengine.core.weights import finish_weight_update, init_weight_transfer, update_weights
 from trioengine.errors import RequestError
 from trioengine.types.codec import encode_reply, error_to_data
 from trioengine.types.messages import (
@@ -13,11 +16,14 @@ from trioengine.types.messages import (
     Call,
     CallRequest,
     CheckIntegrity,
+    CollectiveRPC,
     CoreLoad,
     CoreStats,
+    FinishWeightUpdate,
     GetKVCacheEvents,
     GetLoad,
     GetStats,
+    InitWeightTransfer,
     IsPaused,
     IsSleeping,
     KVCacheEvents,
@@ -32,6 +38,9 @@ from trioengine.types.messages import (
     ResetPrefixCache,
     ResumeGeneration,
     Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
     WakeUp,
 )
 from trioengine.types.request import MAX_LORA_NAME_CHARS
@@ -41,13 +50,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-
-@attrs.frozen
-class Later:
-    """What a handler returns whose reply, None, has to wait."""
-
-    attempt: Callable[[], bool]
-    """Goes on with the operation, and says whether it is done. May raise."""
+_PROFILE_PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 Handler: TypeAlias = "Callable[[EngineCore, Any], object]"
@@ -186,11 +189,25 @@ def is_sleeping(core: "EngineCore", _: IsSleeping) -> bool:
     return bool(core.pause.asleep)
 
 
-def add_lora(core: "EngineCore", call: AddLoRA) -> None:
-    """Read an adapter. Steps wait meanwhile."""
+def add_lora(core: "EngineCore", call: AddLoRA) -> Later:
+    """Have an adapter read beside the steps."""
     if not 0 < len(call.name) <= MAX_LORA_NAME_CHARS:
         raise RequestError(f"name must have 1 to {MAX_LORA_NAME_CHARS} characters.", param="name")
-    core.loras.add(call.name, call.path, core.used_loras())
+    adapter = core.loras.begin_add(call.name, call.path, core.used_loras())
+    job = core.background.start(lambda: core.executor.add_lora(adapter.lora_id, adapter.path))
+
+    def attempt() -> bool:
+        if not job.is_done:
+            return False
+        try:
+            job.result()
+        except Exception:
+            core.loras.give_up(adapter)
+            raise
+        core.loras.finish_add(adapter, core.used_loras())
+        return True
+
+    return Later(attempt)
 
 
 def remove_lora(core: "EngineCore", call: RemoveLoRA) -> None:
@@ -206,6 +223,26 @@ def list_loras(core: "EngineCore", _: ListLoRAs) -> tuple[LoRAInfo, ...]:
 def pin_lora(core: "EngineCore", call: PinLoRA) -> None:
     """Keep an adapter."""
     core.loras.pin(call.name)
+
+
+def start_profile(core: "EngineCore", call: StartProfile) -> None:
+    """Record what is computed."""
+    if call.prefix is not None and not _PROFILE_PREFIX.fullmatch(call.prefix):
+        raise RequestError(
+            "prefix must have 1 to 100 letters, digits, '-', '_' and '.', and begin with a letter or a digit.",
+            param="prefix",
+        )
+    core.executor.start_profile(call.prefix)
+
+
+def stop_profile(core: "EngineCore", _: StopProfile) -> str:
+    """End the record."""
+    return core.executor.stop_profile()
+
+
+def collective_rpc(core: "EngineCore", call: CollectiveRPC) -> tuple[str, ...]:
+    """Call a method of all workers."""
+    return tuple(core.executor.collective_rpc(call.method, call.arguments))
 
 
 HANDLERS: Mapping[type[Call[Any]], Handler] = {
@@ -225,6 +262,12 @@ HANDLERS: Mapping[type[Call[Any]], Handler] = {
     RemoveLoRA: remove_lora,
     ListLoRAs: list_loras,
     PinLoRA: pin_lora,
+    StartProfile: start_profile,
+    StopProfile: stop_profile,
+    CollectiveRPC: collective_rpc,
+    InitWeightTransfer: init_weight_transfer,
+    UpdateWeights: update_weights,
+    FinishWeightUpdate: finish_weight_update,
 }
 
 
@@ -244,7 +287,7 @@ class DeferredReply:
             is_done = self.later.attempt()
         except Exception as error:  # A border, as below.
             return Reply(self.call_id, error=error_to_data(error))
-        return Reply(self.call_id, encode_reply(self.call_class, None)) if is_done else None
+        return Reply(self.call_id, encode_reply(self.call_class, self.later.value())) if is_done else None
 
 
 def run_call(core: "EngineCore", client: int, request: CallRequest) -> Reply | DeferredReply:

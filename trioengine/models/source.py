@@ -217,9 +217,14 @@ _GGML_TYPES: Mapping[TensorDType, GGMLType] = {
 """The types that both formats store in the same way."""
 
 
+def ggml_type_of(tensor: TensorView) -> GGMLType | None:
+    """The type of a tensor of floats; None of others."""
+    return _GGML_TYPES.get(tensor.dtype)
+
+
 def as_ggml(folder: Path, tensor: TensorView) -> GGUFTensor:
     """The same tensor. CheckpointError: it has no floats."""
-    kind = _GGML_TYPES.get(tensor.dtype)
+    kind = ggml_type_of(tensor)
     if kind is None:
         raise CheckpointError(
             f"{folder}: the tensor {tensor.name!r} has the type {tensor.dtype}; F32, F16 and BF16 can be read.",

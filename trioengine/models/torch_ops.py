@@ -1,7 +1,7 @@
 # pyright: basic
 """The decoder's operations in torch, computed as they are called, and weights as float32 tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -235,3 +235,15 @@ def load_torch_model(
 ) -> TorchModel:
     """As `loader.load_model`, float32 tensors."""
     return load_model(checkpoint, TorchWeights(), report, max_length)
+
+
+def tensors_in(weights: object) -> Iterator[Tensor]:
+    """All tensors of a model's weights, in the order of their fields. One that is there twice comes twice."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, (list, tuple)):
+        for each in weights:
+            yield from tensors_in(each)
+    elif attrs.has(type(weights)):
+        for field in attrs.fields(type(weights)):
+            yield from tensors_in(getattr(weights, field.name))

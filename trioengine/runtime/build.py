@@ -10,6 +10,7 @@ from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
 from trioengine.config.resolve import ModelShape, ResolvedConfig, resolve, resolve_encoder
+from trioengine.core.background import Background
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
 from trioengine.core.structured_output import StructuredOutputs
@@ -84,6 +85,7 @@ def build_engine_core(
         report=lambda fraction: progress("loading the weights", fraction),
         max_loras=config.max_loras if config.enable_lora else 0,
         max_lora_rank=config.max_lora_rank,
+        profile_dir=config.profile_dir,
     )
     waker = Waker()
     structured_outputs = StructuredOutputs(
@@ -92,7 +94,10 @@ def build_engine_core(
         reasoning_parser=config.reasoning_parser,
         wake=waker.wake,
     )
-    core = EngineCore(_core_config(config, resolved, model.vocab_size), executor, structured_outputs)
+    background = Background(waker.wake)
+    core = EngineCore(
+        _core_config(config, resolved, model.vocab_size), executor, structured_outputs, background=background
+    )
     facts = ModelFacts(
         resolved.max_model_len,
         model.vocab_size,
@@ -104,6 +109,7 @@ def build_engine_core(
 
     def close() -> None:
         structured_outputs.close()
+        background.close()
         executor.close()
         waker.close()
 
@@ -129,6 +135,7 @@ def _build_encoder_core(config: EngineConfig, checkpoint: EncoderCheckpoint, pro
         computer.library,
         quantization=config.quantization,
         report=lambda fraction: progress("loading the weights", fraction),
+        profile_dir=config.profile_dir,
     )
     core_config = CoreConfig(
         max_num_seqs=resolved.max_num_seqs,
@@ -142,16 +149,18 @@ def _build_encoder_core(config: EngineConfig, checkpoint: EncoderCheckpoint, pro
         async_scheduling=resolved.async_scheduling,
     )
     waker = Waker()
+    background = Background(waker.wake)
     facts = ModelFacts(
         resolved.max_model_len, model.vocab_size, (), config.max_logprobs, can_generate=False, pooling=model.pooling
     )
     ready = Ready(facts, max(resolved.num_kv_blocks), resolved.block_size, dict(resolved.reasons))
 
     def close() -> None:
+        background.close()
         executor.close()
         waker.close()
 
-    return BuiltCore(EngineCore(core_config, executor), ready, close, waker)
+    return BuiltCore(EngineCore(core_config, executor, background=background), ready, close, waker)
 
 
 def _core_config(config: EngineConfig, resolved: ResolvedConfig, vocab_size: int) -> CoreConfig:

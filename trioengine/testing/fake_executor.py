@@ -8,6 +8,7 @@ longer what `generate_alone` says. A plan that breaks the rules of `core.executo
 """
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, cast
@@ -29,7 +30,8 @@ from trioengine.core.executor import (
     TokenLogprobs,
     TokenMasks,
 )
-from trioengine.errors import CheckpointError
+from trioengine.errors import CheckpointError, RequestError
+from trioengine.types.messages import UpdateWeights, WeightTensor
 from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import PoolingParams
 
@@ -63,12 +65,14 @@ def generate_alone(
     end_token_ids: Sequence[int] = (),
     script: Script = (),
     lora_path: str | None = None,
+    weight: int = 0,
 ) -> list[int]:
     """The tokens that a `FakeExecutor` generates for a prompt, however it is batched, split or preempted.
 
-    It does not stop at end tokens, and takes no `Fail`.
+    It does not stop at end tokens, and takes no `Fail`. `weight` is what it was given as new weights.
     """
-    entry = _entry_after(prompt, _first_entry(lora_path))
+    entry = _entry_after(prompt, _first_entry(lora_path, weight))
+    seed ^= weight
     generated: list[int] = []
     for num_generated in range(num_tokens):
         suppressed = set(end_token_ids) if num_generated < min_tokens else set[int]()
@@ -95,6 +99,11 @@ def logprobs_alone(
 def pooled_alone(prompt: Sequence[int]) -> NDArray[np.float32]:
     """The vector that a `FakeExecutor` has for a prompt, however it is batched, split or preempted."""
     return np.array(_halves(_entry_after(prompt)), np.float32)
+
+
+def new_weight(value: int) -> WeightTensor:
+    """What `UpdateWeights` gives a `FakeExecutor`, where `generate_alone` has it as `weight`."""
+    return WeightTensor("weight", "float32", (1,), array("f", [value]).tobytes())
 
 
 class FakeExecutor:
@@ -126,6 +135,14 @@ class FakeExecutor:
         """Of the calls of `sleep`."""
         self.loras: dict[int, str] = {}
         """The paths of adapters, by their ids."""
+        self.prepare_error: Exception | None = None
+        """Raised by `prepare_weights` while it is set."""
+        self.profiles: list[str] = []
+        """The paths of those that were stopped."""
+        self._profile: str | None = None
+        self._weight = 0
+        self._staged_weight: int | None = None
+        self._prepared_weight: int | None = None
         self._max_loras = max_loras
         self._lora_slots: dict[int, str] = {}
         self._num_blocks = num_blocks
@@ -171,6 +188,55 @@ class FakeExecutor:
 
     def check_pooling(self, pooling: PoolingParams) -> None:
         """As `Executor.check_pooling`."""
+
+    def update_weights(self, update: UpdateWeights) -> None:
+        """As `Executor.update_weights`. There is one tensor, `new_weight`; a file's is the length of its path."""
+        for tensor in update.tensors:
+            if (tensor.name, tensor.shape) != ("weight", (1,)):
+                raise RequestError(f"The tensor {tensor.name!r} is wrong.", param="tensors")
+            (value,) = array("f", tensor.data)
+            self._staged_weight = int(value)
+        if update.path is not None:
+            self._staged_weight = len(update.path)
+
+    def discard_weights(self) -> None:
+        """As `Executor.discard_weights`."""
+        self._staged_weight = self._prepared_weight = None
+
+    def prepare_weights(self) -> None:
+        """As `Executor.prepare_weights`."""
+        assert self._staged_weight is not None, "no new weights"
+        assert "weights" not in self._asleep, "asleep"
+        if self.prepare_error is not None:
+            raise self.prepare_error
+        self._prepared_weight = self._staged_weight
+
+    def apply_weights(self) -> None:
+        """As `Executor.apply_weights`."""
+        assert self._prepared_weight is not None, "not prepared"
+        assert "weights" not in self._asleep, "asleep"
+        self._weight = self._prepared_weight
+        self.discard_weights()
+
+    def start_profile(self, prefix: str | None) -> None:
+        """As `Executor.start_profile`."""
+        if self._profile is not None:
+            raise RequestError("A profile is being recorded.")
+        self._profile = f"{prefix}.json"
+
+    def stop_profile(self) -> str:
+        """As `Executor.stop_profile`. There is no file."""
+        if self._profile is None:
+            raise RequestError("No profile is being recorded.")
+        self.profiles.append(self._profile)
+        self._profile = None
+        return self.profiles[-1]
+
+    def collective_rpc(self, method: str, arguments: str) -> Sequence[str]:
+        """As `Executor.collective_rpc`. There is one method, `echo`."""
+        if method != "echo":
+            raise RequestError(f"There is no method {method!r}.", param="method")
+        return (arguments,)
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -258,7 +324,7 @@ class FakeExecutor:
             parameters=new,
             token_ids=list(new.token_ids),
             script=self._scripts.get(prompt, ()),
-            first_entry=_first_entry(self._lora_path(new.lora_slot)),
+            first_entry=_first_entry(self._lora_path(new.lora_slot), self._weight),
         )
 
     def _lora_path(self, slot: int) -> str | None:
@@ -380,9 +446,12 @@ class FakeExecutor:
         is_complete = end - num_drafts == len(sequence.token_ids)
         sequence.num_computed_tokens = end
         if sampling.prompt_logprobs is not None:
+            seed = sequence.parameters.seed ^ self._weight
             followers = sequence.token_ids[start + 1 : sequence.parameters.num_prompt_tokens]
             part = [
-                _logprobs(entry, sequence.parameters.seed, token, sampling.prompt_logprobs, self._vocab_size)
+                _logprobs(
+                    entry, sequence.parameters.seed ^ self._weight, token, sampling.prompt_logprobs, self._vocab_size
+                )
                 for entry, token in zip(entries, followers, strict=False)  # The last inputs may have no follower.
             ]
             if part:
@@ -414,14 +483,14 @@ class FakeExecutor:
     ) -> int | Fail:
         """Sample after each of these entries, up to the first draft that is not what was sampled; the last token."""
         parameters, num_drafts = sequence.parameters, len(work.draft_token_ids)
-        sampling = parameters.sampling
+        sampling, seed = parameters.sampling, parameters.seed ^ self._weight
         logprobs: list[TokenLogprobs] = []
         token: int | Fail = NO_TOKEN
         for row, entry in enumerate(entries):
             num_generated = len(sequence.token_ids) - parameters.num_prompt_tokens
             suppressed = set(parameters.end_token_ids) if num_generated < sampling.min_tokens else set[int]()
             is_allowed = _allowed(masks, index, row, sampling.allowed_token_ids, suppressed)
-            token = _choose(entry, parameters.seed, num_generated, self._vocab_size, sequence.script, is_allowed)
+            token = _choose(entry, seed, num_generated, self._vocab_size, sequence.script, is_allowed)
             if self._fails(parameters, num_generated):
                 token = Fail("It was to fail.")
             if isinstance(token, Fail):
@@ -434,7 +503,7 @@ class FakeExecutor:
                 break
             sequence.token_ids.append(token)
             if sampling.logprobs is not None:
-                logprobs.append(_logprobs(entry, parameters.seed, token, sampling.logprobs, self._vocab_size))
+                logprobs.append(_logprobs(entry, seed, token, sampling.logprobs, self._vocab_size))
             if row == num_drafts or token != work.draft_token_ids[row]:
                 sequence.num_computed_tokens -= num_drafts - row
                 _set(result.num_accepted, index, row)
@@ -481,9 +550,9 @@ def _next_entry(entry: int, token: int) -> int:
     return _WRONG if entry == _WRONG else (entry * 6364136223846793005 + token * 2 + 1442695040888963407) & _MASK
 
 
-def _first_entry(lora_path: str | None) -> int:
-    """What an adapter makes of the model: all entries depend on it."""
-    return 0 if lora_path is None else _entry_after(tuple(lora_path.encode()))
+def _first_entry(lora_path: str | None, weight: int) -> int:
+    """What an adapter and new weights make of the model: all entries depend on it."""
+    return weight if lora_path is None else _entry_after(tuple(lora_path.encode()), weight)
 
 
 def _entry_after(tokens: Sequence[int], entry: int = 0) -> int:

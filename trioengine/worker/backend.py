@@ -11,6 +11,8 @@ from trioengine_kernels.native.sampler import SampledTokens, SamplingArrays
 from trioengine.core.executor import KVCacheGroup
 from trioengine.models.config import ModelConfig
 from trioengine.models.lora import LoRA
+from trioengine.worker.shared_operations import ComputedModel
+from trioengine.worker.weight_transfer import ReplaceableWeights
 
 
 @attrs.frozen(eq=False)
@@ -70,7 +72,7 @@ class Memory(Protocol):
         ...
 
 
-class Backend(Memory, Protocol):
+class Backend(Memory, ComputedModel, ReplaceableWeights, Protocol):
     """A model with its KV cache."""
 
     @property

@@ -1,7 +1,7 @@
 # pyright: basic
 """Loads an encoder for the native CPU kernels, or for torch where those cannot be had."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import attrs
 import numpy as np
@@ -21,6 +21,8 @@ from trioengine.worker.encoder_executor import EncoderBackend, EncoderBatch, Enc
 from trioengine.worker.model_memory import WeightsMemory
 from trioengine.worker.native_backend import ProgramProfile
 from trioengine.worker.profile import Profile, TimedProfile
+from trioengine.worker.shared_operations import ModelInfo
+from trioengine.worker.weight_transfer import WeightTransfer
 
 
 def load_encoder_executor(
@@ -30,6 +32,7 @@ def load_encoder_executor(
     *,
     quantization: Quantization | None = None,
     report: ReportFraction | None = None,
+    profile_dir: str | None = None,
 ) -> EncoderExecutor:
     """Load an encoder and make it ready to compute.
 
@@ -39,6 +42,7 @@ def load_encoder_executor(
         library: the native kernels; None is torch, the number of whose threads this sets.
         quantization: of the weights, as `EngineConfig.quantization`.
         report: called with the share of the weights that is loaded.
+        profile_dir: as `EngineConfig.profile_dir`.
 
     Raises:
         CheckpointError: as `load_encoder` says.
@@ -54,7 +58,22 @@ def load_encoder_executor(
     except MemoryError as error:
         raise EngineStartError(f"There is not enough memory for {checkpoint.location.path}.") from error
     (num_blocks,) = config.num_kv_blocks
-    return EncoderExecutor(backend, num_blocks=num_blocks, max_length=config.max_model_len)
+    model = checkpoint.config
+    return EncoderExecutor(
+        backend,
+        num_blocks=num_blocks,
+        max_length=config.max_model_len,
+        weights=WeightTransfer(checkpoint.layouts(), backend),
+        profile_dir=profile_dir,
+        model_info=ModelInfo(
+            architecture=str(model.family),
+            num_parameters=model.num_parameters,
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+            backend="torch" if library is None else "native",
+        ),
+    )
 
 
 def _load_native(
@@ -121,6 +140,10 @@ class NativeEncoderBackend(WeightsMemory[NativeEncoder, _Recorded]):
             self._library.drop_arena()
         else:
             self.head = self._ready.head
+
+    def weight_arrays(self) -> Iterator[memoryview]:
+        """As `ComputedModel.weight_arrays`."""
+        return iter(()) if self._ready is None else self._ready.program.weight_arrays()
 
     def compute(self, batch: EncoderBatch) -> NDArray[np.float32]:
         """As `EncoderBackend.compute`."""

@@ -5,8 +5,8 @@ and there is no memory behind them.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import attrs
 import numpy as np
@@ -28,6 +28,11 @@ from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import PoolingParams
 from trioengine.worker.memory import return_freed_memory
 from trioengine.worker.pooling import Labels, NotANumberError, Pooler
+from trioengine.worker.profile import Profiler
+from trioengine.worker.shared_operations import ComputedModel, ModelInfo, SharedOperations
+from trioengine.worker.weight_transfer import ReplaceableWeights, WeightTransfer
+
+R = TypeVar("R")
 
 
 @attrs.frozen(eq=False)
@@ -44,7 +49,7 @@ class EncoderBatch:
     """[num_rows]: the tokens whose hidden states are wanted."""
 
 
-class EncoderBackend(Protocol):
+class EncoderBackend(ComputedModel, ReplaceableWeights, Protocol):
     """An encoder in one of the forms in which it is computed."""
 
     @property
@@ -83,13 +88,23 @@ class _Sequence:
     failure: str | None = None
 
 
-class EncoderExecutor:
+class EncoderExecutor(SharedOperations):
     """Computes each step when it is submitted, in the caller's thread."""
 
     num_offload_blocks = 0
 
-    def __init__(self, backend: EncoderBackend, *, num_blocks: int, max_length: int) -> None:
-        """`num_blocks` sequences of up to `max_length` tokens may be known at once."""
+    def __init__(
+        self,
+        backend: EncoderBackend,
+        *,
+        num_blocks: int,
+        max_length: int,
+        weights: WeightTransfer | None = None,
+        profile_dir: str | None = None,
+        model_info: ModelInfo | None = None,
+    ) -> None:
+        """`num_blocks` sequences of up to `max_length` tokens may be known at once. The last three are as
+        `LocalExecutor` has them."""
         self.kv_cache_groups: Sequence[KVCacheGroup] = (KVCacheGroup(num_blocks),)
         self._backend: EncoderBackend | None = backend
         self._config = backend.config
@@ -97,6 +112,9 @@ class EncoderExecutor:
         self._pooling = backend.config.pooling
         self._sequences: dict[int, _Sequence] = {}
         self._results: deque[StepResult] = deque()
+        self._profiler = Profiler(profile_dir)
+        self._model_info = model_info
+        self.weights = weights
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """As `Executor.check_sampling`: no text comes from here."""
@@ -163,6 +181,14 @@ class EncoderExecutor:
         self._sequences.clear()
         self._results.clear()
 
+    def _between_steps(self, function: Callable[[], R]) -> R:
+        return function()
+
+    @property
+    def _computed(self) -> EncoderBackend:
+        assert self._backend is not None, "closed"
+        return self._backend
+
     def _sequence(self, new: NewSequence) -> _Sequence:
         config, failure = self._config, None
         token_ids = np.array(new.token_ids, np.int64)
@@ -205,7 +231,8 @@ class EncoderExecutor:
             query_start=query_start,
             rows=np.concatenate(rows),
         )
-        hidden = backend.compute(batch)
+        with self._profiler.span("step", tokens=len(batch.token_ids), sequences=len(works)):
+            hidden = backend.compute(batch)
         failures: list[SequenceFailure] = []
         first = 0
         for sequence, part, (index, work) in zip(sequences, rows, works, strict=True):

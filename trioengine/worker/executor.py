@@ -4,11 +4,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import attrs
 import numpy as np
 
 from trioengine.config.engine import LogprobsMode
+from trioengine.core.background import Job
 from trioengine.core.executor import BlockCopy, KVCacheGroup, ScheduledSequence, StepPlan, StepResult
 from trioengine.errors import RequestError, UnavailableError
 from trioengine.models.lora import LoRA
@@ -21,9 +24,14 @@ from trioengine.worker.kv_offload import OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
 from trioengine.worker.memory import return_freed_memory
 from trioengine.worker.model_runner import ModelRunner
+from trioengine.worker.profile import Profiler
+from trioengine.worker.shared_operations import ModelInfo, SharedOperations
+from trioengine.worker.weight_transfer import WeightTransfer
+
+R = TypeVar("R")
 
 
-class LocalExecutor:
+class LocalExecutor(SharedOperations):
     """Computes each step when it is submitted, in the caller's thread.
 
     An asynchronous one computes in a thread of its own: `submit` returns at once, `result` waits and raises what the
@@ -42,10 +50,15 @@ class LocalExecutor:
         pooling: PoolingFacts | None = None,
         is_asynchronous: bool = False,
         read_lora: Callable[[str], LoRA] | None = None,
+        weights: WeightTransfer | None = None,
+        profile_dir: str | None = None,
+        model_info: ModelInfo | None = None,
     ) -> None:
         """`pooling` says which vectors may be asked for; without there are none.
 
-        `read_lora` reads an adapter, as `Executor.add_lora` says; without there are none.
+        `read_lora` reads an adapter, as `Executor.add_lora` says; without there are none. `weights` takes new weights
+        for the backend's model; without they are refused. `profile_dir` is as `EngineConfig.profile_dir`, `model_info`
+        what is told of the model.
         """
         self.kv_cache_groups: Sequence[KVCacheGroup] = backend.kv_cache_groups
         self.num_offload_blocks = 0 if offload_store is None else offload_store.num_slots
@@ -61,10 +74,13 @@ class LocalExecutor:
             bad_words_rules=bad_words_rules,
             draft_model=draft_model,
         )
-        self._thread = _StepThread(self._run) if is_asynchronous else None
+        self._thread = _StepThread() if is_asynchronous else None
+        self._profiler = Profiler(profile_dir)
         self._results: deque[StepResult] = deque()
         self._read_lora = read_lora
         self._loras: dict[int, LoRA] = {}
+        self._model_info = model_info
+        self.weights = weights
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """As `Executor.check_sampling`."""
@@ -116,7 +132,8 @@ class LocalExecutor:
             self._results.append(self._run(plan, loras))
         else:
             # The core changes its `ScheduledSequence`s for the next plan; the rest it leaves alone.
-            self._thread.submit(attrs.evolve(plan, scheduled=[_copy(each) for each in plan.scheduled]), loras)
+            copied = attrs.evolve(plan, scheduled=[_copy(each) for each in plan.scheduled])
+            self._thread.submit(partial(self._run, copied, loras))
 
     def result(self) -> StepResult:
         """What the oldest step not yet fetched sampled."""
@@ -135,13 +152,22 @@ class LocalExecutor:
         self._results.clear()
         self._loras.clear()
 
+    def _between_steps(self, function: Callable[[], R]) -> R:
+        return function() if self._thread is None else self._thread.call(function)
+
+    @property
+    def _computed(self) -> Backend:
+        assert self._backend is not None, "closed"
+        return self._backend
+
     def _run(self, plan: StepPlan, loras: Sequence[tuple[int, LoRA]]) -> StepResult:
         assert self._runner is not None
         assert self._backend is not None
         for slot, lora in loras:
             self._backend.load_lora(slot, lora)
         failed_loads = self._copy_blocks(plan) if plan.saves or plan.loads else ()
-        result = self._runner.run(plan)
+        with self._profiler.span("step", step=plan.step, tokens=plan.num_tokens, sequences=len(plan.scheduled)):
+            result = self._runner.run(plan)
         return attrs.evolve(result, failed_loads=failed_loads) if failed_loads else result
 
     def _copy_blocks(self, plan: StepPlan) -> Sequence[BlockCopy]:
@@ -166,18 +192,29 @@ class LocalExecutor:
 
 
 class _StepThread:
-    """Computes steps one after another, in the order in which they come."""
+    """Does what it is given one after another, in the order in which it comes: steps, and what is between them."""
 
-    def __init__(self, run: Callable[[StepPlan, Sequence[tuple[int, LoRA]]], StepResult]) -> None:
-        self._run = run
-        self._plans: queue.SimpleQueue[tuple[StepPlan, Sequence[tuple[int, LoRA]]] | None] = queue.SimpleQueue()
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._has_failed = False
         # A daemon: a step that never ends must not keep a process alive that wants to end.
         self._thread = threading.Thread(target=self._loop, name="trioengine-step", daemon=True)
         self._thread.start()
 
-    def submit(self, plan: StepPlan, loras: Sequence[tuple[int, LoRA]]) -> None:
-        self._plans.put((plan, loras))
+    def submit(self, run: Callable[[], StepResult]) -> None:
+        """Have a step computed, unless one before it has failed."""
+
+        def job() -> None:
+            if self._has_failed:
+                return
+            try:
+                self._results.put(run())
+            except BaseException as error:  # It belongs to whoever fetches the result.
+                self._has_failed = True
+                self._results.put(error)
+
+        self._jobs.put(job)
 
     def result(self) -> StepResult:
         result = self._results.get()
@@ -187,17 +224,26 @@ class _StepThread:
             raise result
         return result
 
+    def call(self, function: Callable[[], R]) -> R:
+        """Call a function behind the steps that were submitted, and wait for it."""
+        done: Job[R] = Job(function)
+        is_over = threading.Event()
+
+        def job() -> None:
+            done.run()
+            is_over.set()
+
+        self._jobs.put(job)
+        is_over.wait()
+        return done.result()
+
     def close(self) -> None:
-        self._plans.put(None)
+        self._jobs.put(None)
         self._thread.join()
 
     def _loop(self) -> None:
-        while (plan := self._plans.get()) is not None:
-            try:
-                self._results.put(self._run(*plan))
-            except BaseException as error:  # It belongs to whoever fetches the result.
-                self._results.put(error)
-                return
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 def _copy(work: ScheduledSequence) -> ScheduledSequence:

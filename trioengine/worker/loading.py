@@ -15,6 +15,7 @@ from trioengine_kernels.native.library import Library, NativeUnavailableError, l
 from trioengine_kernels.native.program import KVCache
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.checkpoint.safetensors import open_safetensors
 from trioengine.checkpoint.small_files import read_json_object
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig, LogprobsMode, Quantization
@@ -23,6 +24,7 @@ from trioengine.errors import CheckpointError, ConfigError, EngineStartError
 from trioengine.models.config import FAMILIES, ModelConfig
 from trioengine.models.loader import Checkpoint, ReportFraction, open_checkpoint
 from trioengine.models.lora import read_lora
+from trioengine.models.source import TensorLayout, ggml_type_of
 from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.worker.backend import Backend
@@ -31,6 +33,8 @@ from trioengine.worker.executor import LocalExecutor
 from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
 from trioengine.worker.pooling import decoder_pooling
+from trioengine.worker.shared_operations import ModelInfo
+from trioengine.worker.weight_transfer import ReplaceableWeights, WeightTransfer
 
 if TYPE_CHECKING:
     from trioengine.worker.transformers_checkpoint import TransformersCheckpoint, TransformersConfig
@@ -207,6 +211,7 @@ def load_executor(
     report: ReportFraction | None = None,
     max_loras: int = 0,
     max_lora_rank: int = 0,
+    profile_dir: str | None = None,
 ) -> LocalExecutor:
     """Load a model and make it ready to compute.
 
@@ -224,6 +229,7 @@ def load_executor(
         report: called with the share of the weights that is loaded.
         max_loras: slots for adapters.
         max_lora_rank: as `EngineConfig.max_lora_rank`.
+        profile_dir: as `EngineConfig.profile_dir`.
 
     Raises:
         CheckpointError: as `load_model` says.
@@ -257,6 +263,32 @@ def load_executor(
         read_lora=partial(read_lora, config=checkpoint.config, max_rank=max_lora_rank)
         if isinstance(checkpoint, Checkpoint)
         else None,
+        weights=_weight_transfer(checkpoint, backend),
+        profile_dir=profile_dir,
+        model_info=_model_info(checkpoint, computer),
+    )
+
+
+def _weight_transfer(checkpoint: AnyCheckpoint, model: ReplaceableWeights) -> WeightTransfer:
+    if isinstance(checkpoint, Checkpoint):
+        head = f"{checkpoint.source.names.head}.weight"
+        is_tied = checkpoint.config.has_tied_embeddings
+        return WeightTransfer(checkpoint.source.layouts(), model, frozenset([head] if is_tied else []))
+    tensors = open_safetensors(checkpoint.location.path)
+    layouts = {name: TensorLayout(tensor.shape, ggml_type_of(tensor)) for name, tensor in tensors.items()}
+    return WeightTransfer(layouts, model)
+
+
+def _model_info(checkpoint: AnyCheckpoint, computer: Computer) -> ModelInfo:
+    config = checkpoint.config
+    is_ours = isinstance(config, ModelConfig)
+    return ModelInfo(
+        architecture=str(config.architecture),
+        num_parameters=config.num_parameters if is_ours else config.num_active_parameters,
+        num_layers=config.num_layers if is_ours else len(config.attention_calls),
+        hidden_size=config.hidden_size if is_ours else None,
+        vocab_size=config.vocab_size,
+        backend="transformers" if not is_ours else "torch" if computer.library is None else "native",
     )
 
 

@@ -1,7 +1,7 @@
 """What all backends share: weights that can go, come back and be replaced, and a KV cache that can go and come back."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -42,6 +42,10 @@ class WeightsMemory(abc.ABC, Generic[ModelT, ReadyT]):
     @abc.abstractmethod
     def _weights_changed(self) -> None:
         """`_ready` is another, or None. No step runs."""
+
+    @abc.abstractmethod
+    def weight_arrays(self) -> Iterable[memoryview]:
+        """As `ComputedModel.weight_arrays`."""
 
     def start_profile(self) -> Profile:
         """As `Profilable.start_profile`."""

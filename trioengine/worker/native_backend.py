@@ -2,7 +2,7 @@
 """Computes steps with the native CPU kernels: one call for all of a model, one for sampling."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -110,8 +110,8 @@ class NativeBackend(ModelMemory[NativeModel, _Recorded, KVCache]):
         max_logit_rows: int,
         max_loras: int = 0,
     ) -> None:
-        """`reload` is as `WeightsMemory` has it; `num_blocks` is for each of its KV groups; `max_loras` is the number of
-        slots for adapters."""
+        """`reload` is as `WeightsMemory` has it; `num_blocks` is for each of its KV groups; `max_loras` is the number
+        of slots for adapters."""
         self.vocab_size = model.config.vocab_size
         self.block_size = block_size
         self.kv_cache_groups = kv_cache_groups(model.config, num_blocks)
@@ -159,6 +159,10 @@ class NativeBackend(ModelMemory[NativeModel, _Recorded, KVCache]):
             )
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
+
+    def weight_arrays(self) -> Iterator[memoryview]:
+        """As `ComputedModel.weight_arrays`."""
+        return iter(()) if self._ready is None else self._ready.program.weight_arrays()
 
     def load_lora(self, slot: int, lora: LoRA) -> None:
         """As `Backend.load_lora`."""

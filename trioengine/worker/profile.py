@@ -22,7 +22,7 @@ MAX_EVENTS = 2_000_000
 class Profile(Protocol):
     """A record that goes on."""
 
-    def span(self, name: str, **facts: int) -> contextlib.AbstractContextManager[None]:
+    def span(self, name: str, **facts: int) -> contextlib.AbstractContextManager[object]:
         """Records how long the block takes, under this name."""
         ...
 
@@ -134,6 +134,6 @@ class Profiler:
             raise UnavailableError(f"The profile could not be written: {error}") from error
         return str(self._path)
 
-    def span(self, name: str, **facts: int) -> contextlib.AbstractContextManager[None]:
+    def span(self, name: str, **facts: int) -> contextlib.AbstractContextManager[object]:
         """As `Profile.span`; nothing where no profile is recorded."""
         return contextlib.nullcontext() if self._profile is None else self._profile.span(name, **facts)

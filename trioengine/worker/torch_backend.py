@@ -1,7 +1,7 @@
 # pyright: basic
 """Computes steps with torch, in float32."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -13,7 +13,7 @@ from trioengine_kernels.paged_attention import plan_attention
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.models.loader import Checkpoint, NewTensors, ReportFraction
 from trioengine.models.lora import LoRA
-from trioengine.models.torch_ops import DecoderInput, TorchLoRAs, TorchModel, TorchOps, load_torch_model
+from trioengine.models.torch_ops import DecoderInput, TorchLoRAs, TorchModel, TorchOps, load_torch_model, tensors_in
 from trioengine.worker.backend import StepBatch, kv_cache_groups
 from trioengine.worker.kv_cache import TorchKVCache
 from trioengine.worker.model_memory import ModelMemory
@@ -95,6 +95,11 @@ class TorchBackend(ModelMemory[TorchModel, _Ready, TorchKVCache]):
             )
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
+
+    def weight_arrays(self) -> Iterator[memoryview]:
+        """As `ComputedModel.weight_arrays`."""
+        tensors = iter(()) if self._ready is None else tensors_in(self._ready.model.decoder.weights)
+        return (tensor.detach().reshape(-1).numpy().data for tensor in tensors)
 
     def load_lora(self, slot: int, lora: LoRA) -> None:
         """As `Backend.load_lora`."""

@@ -1,7 +1,7 @@
 # pyright: basic
 """Computes an encoder's steps with torch, in float32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from trioengine.models.encoder_config import EncoderConfig
 from trioengine.models.encoder_loader import ClassificationHead, EncoderCheckpoint, load_encoder
 from trioengine.models.encoder_torch import TorchEncoder, TorchEncoderOps
 from trioengine.models.loader import NewTensors, ReportFraction
-from trioengine.models.torch_ops import TorchWeights
+from trioengine.models.torch_ops import TorchWeights, tensors_in
 from trioengine.worker.encoder_executor import EncoderBatch
 from trioengine.worker.model_memory import WeightsMemory
 from trioengine.worker.profile import Profile
@@ -54,6 +54,11 @@ class TorchEncoderBackend(WeightsMemory[TorchEncoder, TorchEncoder]):
     def _weights_changed(self) -> None:
         if self._ready is not None:
             self.head = self._ready.head
+
+    def weight_arrays(self) -> Iterator[memoryview]:
+        """As `ComputedModel.weight_arrays`."""
+        tensors = iter(()) if self._ready is None else tensors_in(self._ready.encoder.weights)
+        return (tensor.detach().reshape(-1).numpy().data for tensor in tensors)
 
     @torch.inference_mode()
     def compute(self, batch: EncoderBatch) -> NDArray[np.float32]:

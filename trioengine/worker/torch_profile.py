@@ -15,7 +15,7 @@ class TorchProfile:
         self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU])
         self._profiler.start()
 
-    def span(self, name: str, **facts: int) -> contextlib.AbstractContextManager[None]:
+    def span(self, name: str, **facts: int) -> contextlib.AbstractContextManager[object]:
         """As `Profile.span`; torch keeps facts as text."""
         return record_function(name, ", ".join(f"{key}={value}" for key, value in facts.items()))
 

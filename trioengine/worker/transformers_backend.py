@@ -1,7 +1,7 @@
 # pyright: basic
 """Computes steps of models that only transformers can build, with torch, in float32."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -93,6 +93,11 @@ class TransformersBackend(ModelMemory[TransformersModel, TransformersModel, Torc
             )
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
+
+    def weight_arrays(self) -> Iterator[memoryview]:
+        """As `ComputedModel.weight_arrays`."""
+        tensors = iter(()) if self._ready is None else self._ready.tensors()
+        return (tensor.detach().reshape(-1).numpy().data for tensor in tensors)
 
     def load_lora(self, slot: int, lora: object) -> None:
         """There are no adapters."""

@@ -6,7 +6,7 @@ block tables. At load the results are compared with those of transformers' own a
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,10 @@ class TransformersModel:
         assert step.num_calls == len(self.config.attention_calls)
         return logits if self._takes_rows else logits.index_select(0, batch.logit_rows)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights."""
+        return self._module.parameters()
+
     def plain_logits(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, vocab_size] of one sequence, with nothing of ours: transformers' own attention, no cache."""
         self._module.set_attn_implementation("eager")
@@ -94,7 +98,8 @@ def load_transformers_model(checkpoint: TransformersCheckpoint, tensors: NewTens
     path = checkpoint.location.path
     try:
         # Where tensors are given, transformers looks for none, and wants the configuration.
-        model_class, given = AutoModelForCausalLM, dict[str, Any]()
+        given: dict[str, Any] = {}
+        model_class: Any = AutoModelForCausalLM
         if tensors:
             model_class = getattr(transformers, checkpoint.config.architecture)
             given = {"config": AutoConfig.from_pretrained(path), "state_dict": _state_dict(path, tensors)}

@@ -7,7 +7,7 @@ where it can. This module does not know models.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_int32, c_void_p
 
 import attrs
@@ -812,6 +812,14 @@ class Program:
             raise MemoryError("There is no memory for the step.")
         self._hidden_rows = slice(len(step.logit_rows), len(selected_rows))
         return self._logits[: len(step.logit_rows)]
+
+    def weight_arrays(self) -> Iterator[memoryview]:
+        """All weights that the operations read, in the order in which they were recorded. Adapters are none."""
+        for kept in self._kept:
+            if isinstance(kept, WeightTiles):
+                yield kept.data.data
+            elif isinstance(kept, np.ndarray):
+                yield kept.reshape(-1).view(np.uint8).data
 
     def hidden_states(self) -> Floats:
         """Those of the newest step's `hidden_rows`, [num_rows, hidden_size]: a view that the next step overwrites."""

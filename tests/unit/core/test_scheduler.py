@@ -31,7 +31,7 @@ class Steps:
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        loras = LoRAAdapters(0, 0, lambda _id, _path: None, lambda _id: None)
+        loras = LoRAAdapters(0, 0, lambda _id: None)
         self.scheduler = Scheduler(self.config, self.kv_cache, loras)
         self.requests: list[Request] = []
         self._num_known: dict[int, int] = {}  # As the executor has them, tokens that are on their way included.

@@ -14,7 +14,7 @@ from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
 from trioengine.core.executor import KVCacheGroup, StepPlan, StepResult
 from trioengine.runtime.collector import tune_garbage_collector
-from trioengine.types.messages import EngineCoreRequest, pack_int32
+from trioengine.types.messages import EngineCoreRequest, UpdateWeights, pack_int32
 from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import PoolingParams
 
@@ -139,6 +139,29 @@ class IdleExecutor:
     def result(self) -> StepResult:
         """The oldest step's."""
         return self._results.pop(0)
+
+    def update_weights(self, update: UpdateWeights) -> None:
+        """There are none."""
+
+    def discard_weights(self) -> None:
+        """There are none."""
+
+    def prepare_weights(self) -> None:
+        """There are none."""
+
+    def apply_weights(self) -> None:
+        """There are none."""
+
+    def start_profile(self, prefix: str | None) -> None:
+        """Nothing is computed."""
+
+    def stop_profile(self) -> str:
+        """Nothing was."""
+        return ""
+
+    def collective_rpc(self, method: str, arguments: str) -> Sequence[str]:
+        """There is no worker."""
+        return ()
 
     def sleep(self, level: int) -> None:
         """There is no memory to give back."""

@@ -141,9 +141,18 @@ class ModelConfig:
     @property
     def num_active_parameters(self) -> int:
         """Numbers in the matrices that a token goes through; norms and biases, which hardly count, are left out."""
+        return self._num_parameters(0 if self.experts is None else self.experts.num_experts_per_token)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all matrices."""
+        return self._num_parameters(0 if self.experts is None else self.experts.num_experts)
+
+    def _num_parameters(self, num_experts: int) -> int:
+        """Where so many experts count."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         mlp = 3 * self.intermediate_size
         if self.experts is not None:
-            mlp = 3 * self.experts.num_experts_per_token * self.experts.intermediate_size + self.experts.num_experts
+            mlp = 3 * num_experts * self.experts.intermediate_size + self.experts.num_experts
         num_embeddings = 1 if self.has_tied_embeddings else 2
         return (self.num_layers * (attention + mlp) + num_embeddings * self.vocab_size) * self.hidden_size
