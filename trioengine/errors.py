@@ -193,6 +193,13 @@ class EngineClosedError(TrioEngineError):
     error_type: ClassVar[str] = "service_unavailable_error"
 
 
+@attrs.define(eq=False, str=False)
+class ApiServerDiedError(TrioEngineError):
+    """One of several API-server processes has ended unasked, and the others were ended with it."""
+
+    code: ClassVar[str] = "api_server_died"
+
+
 # Whoever set the engine up is at fault: change the options or the files.
 
 

@@ -21,3 +21,9 @@ async def watch_stop_signals(
         async for _ in signals:
             (on_first if is_first else on_second)()
             is_first = False
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore what stops a command: this process ends when its parent says so."""
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
