@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import attrs
@@ -43,6 +44,7 @@ def make_stat_loggers(
     model_name: str,
     extra: Sequence[StatLoggerFactory] = (),
     api_server: int | None = None,
+    metrics_folder: Path | None = None,
 ) -> Sequence[StatLogger]:
     """Who takes the statistics of one engine client; where this is empty, none need be made.
 
@@ -56,6 +58,7 @@ def make_stat_loggers(
         model_name: the name that it serves.
         extra: factories of this program, besides those of installed packages.
         api_server: which of several API-server processes this is; None is the only one.
+        metrics_folder: where these show each other what they count, for `/metrics`.
 
     Raises:
         ConfigError: spans are asked for and cannot be sent.
@@ -67,7 +70,15 @@ def make_stat_loggers(
         loggers.append(RequestLogger())
     if not config.disable_log_stats:
         loggers.append(LoggingStatLogger())
-        loggers.append(PrometheusStatLogger(config, num_cores=num_cores, model_name=model_name, api_server=api_server))
+        loggers.append(
+            PrometheusStatLogger(
+                config,
+                num_cores=num_cores,
+                model_name=model_name,
+                api_server=api_server,
+                metrics_folder=metrics_folder,
+            )
+        )
     for name, load in _plug_ins(extra):
         try:
             plug_in = load()(config, num_cores=num_cores, model_name=model_name)

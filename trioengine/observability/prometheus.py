@@ -10,13 +10,14 @@ Formats: Prometheus text 0.0.4 (prometheus.io/docs/instrumenting/exposition_form
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
 
 from trioengine.config.engine import EngineConfig
-from trioengine.errors import NotFoundError
+from trioengine.observability.shared_metrics import SharedMetrics
 from trioengine.observability.stats import FinishedRequestStats, IterationStats, StatLogger
 from trioengine.types.messages import SchedulerStats
 
@@ -62,13 +63,18 @@ class Kind(enum.StrEnum):
     HISTOGRAM = "histogram"
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Family:
     """One metric: its name without prefix and suffix, and what it says."""
 
     name: str
     kind: Kind
     help: str
+
+    @property
+    def is_of_core(self) -> bool:
+        """Whether a core tells the same to each API-server process, so that none adds to another's."""
+        return self in _GAUGES or self in _CORE_COUNTERS or self is _CACHE_CONFIG
 
 
 _GAUGES: Mapping[Family, Callable[[SchedulerStats], float]] = {
@@ -307,7 +313,15 @@ class _Part:
 class PrometheusStatLogger:
     """Counts what an engine client tells, and writes it out when it is asked for."""
 
-    def __init__(self, config: EngineConfig, *, num_cores: int, model_name: str, api_server: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_cores: int,
+        model_name: str,
+        api_server: int | None = None,
+        metrics_folder: Path | None = None,
+    ) -> None:
         """Count from zero.
 
         Args:
@@ -316,11 +330,15 @@ class PrometheusStatLogger:
                 come.
             model_name: the label of all.
             api_server: which of several API-server processes this is; a label then. None is the only one.
+            metrics_folder: where these processes show each other what they count.
         """
         first_rank = config.data_parallel_rank or 0
         self._engines = {rank: _EngineMetrics() for rank in range(first_rank, first_rank + num_cores)}
         self._model_name = model_name
         self._api_server = api_server
+        self._shared: SharedMetrics | None = None
+        if api_server is not None and metrics_folder is not None:
+            self._shared = SharedMetrics(metrics_folder, api_server)
         self._cache_config = (
             ("block_size", str(config.block_size)),
             ("enable_prefix_caching", str(config.enable_prefix_caching)),
@@ -336,48 +354,46 @@ class PrometheusStatLogger:
         engine.record(stats)
 
     def log(self) -> None:
-        """Nothing: this is read, not said."""
+        """Let other API-server processes see what was counted; otherwise this is read, not said."""
+        if self._shared is not None:
+            own = [(family, parts) for family, parts in self._families() if not family.is_of_core]
+            self._shared.leave({family.name: self._lines(family, parts) for family, parts in own})
 
     def close(self) -> None:
         """Nothing: what was counted can still be read."""
 
-    def render(self, accept: str | None = None) -> MetricsPage:
-        """Everything that was counted, as text.
+    def render(self, accept: str | None = None, /) -> MetricsPage:
+        """Everything that was counted, as text; also what other API-server processes have counted.
 
         Args:
             accept: the scraper's header of this name. OpenMetrics where it names that, else Prometheus text.
         """
         is_openmetrics = OPENMETRICS_MEDIA_TYPE in (accept or "").lower()
-        lines: list[str] = []
-        labels = {rank: _label_text(self._label_pairs(rank)) for rank in self._engines}
+        others: Sequence[Mapping[str, str]] = () if self._shared is None else self._shared.others()
+        text: list[str] = []
         for family, parts in self._families():
             name = PREFIX + family.name
             # A counter's samples end in _total. In OpenMetrics its family does not, in the older format it does too.
             is_counter = family.kind is Kind.COUNTER
             family_name = name + "_total" if is_counter and not is_openmetrics else name
-            lines.append(f"# HELP {family_name} {family.help}\n# TYPE {family_name} {family.kind}\n")
-            for part in parts:
-                own = labels[part.rank]
-                lines += [
-                    f"{name}{series.suffix}{{{own}{',' if series.text else ''}{series.text}}} {float(value)!r}\n"
-                    for series, value in zip(part.series, part.values, strict=True)
-                ]
+            text.append(f"# HELP {family_name} {family.help}\n# TYPE {family_name} {family.kind}\n")
+            text.append(self._lines(family, parts))
+            if not family.is_of_core:
+                text += [lines.get(family.name, "") for lines in others]
         if is_openmetrics:
-            lines.append("# EOF\n")
-        return MetricsPage("".join(lines).encode(), OPENMETRICS_CONTENT_TYPE if is_openmetrics else TEXT_CONTENT_TYPE)
+            text.append("# EOF\n")
+        return MetricsPage("".join(text).encode(), OPENMETRICS_CONTENT_TYPE if is_openmetrics else TEXT_CONTENT_TYPE)
 
     def collect(self) -> "Iterator[Metric]":
         """The same for a registry of the package prometheus-client: `registry.register(logger)`."""
         from prometheus_client.metrics_core import Metric
 
-        labels = {rank: dict(self._label_pairs(rank)) for rank in self._engines}
         for family, parts in self._families():
             metric = Metric(PREFIX + family.name, family.help, family.kind)
             for part in parts:
+                own = dict(self._labels(family, part.rank))
                 for series, value in zip(part.series, part.values, strict=True):
-                    metric.add_sample(
-                        metric.name + series.suffix, labels[part.rank] | dict(series.labels), float(value)
-                    )
+                    metric.add_sample(metric.name + series.suffix, own | dict(series.labels), float(value))
             yield metric
 
     def _families(self) -> Iterator[tuple[Family, Sequence[_Part]]]:
@@ -398,23 +414,28 @@ class PrometheusStatLogger:
         info = (_Series("", self._cache_config),)
         yield _CACHE_CONFIG, [_Part(rank, info, (1.0,)) for rank in self._engines]
 
-    def _label_pairs(self, rank: int) -> Sequence[tuple[str, str]]:
-        pairs = [("model_name", self._model_name), ("engine", str(rank))]
-        if self._api_server is not None:
-            pairs.append(("api_server", str(self._api_server)))
-        return pairs
+    def _lines(self, family: Family, parts: Sequence[_Part]) -> str:
+        """A family's samples as text, which is the same in both formats."""
+        name = PREFIX + family.name
+        lines: list[str] = []
+        for part in parts:
+            own = _label_text(self._labels(family, part.rank))
+            lines += [
+                f"{name}{series.suffix}{{{own}{',' if series.text else ''}{series.text}}} {float(value)!r}\n"
+                for series, value in zip(part.series, part.values, strict=True)
+            ]
+        return "".join(lines)
+
+    def _labels(self, family: Family, rank: int) -> Sequence[tuple[str, str]]:
+        labels = [("model_name", self._model_name), ("engine", str(rank))]
+        if self._api_server is not None and not family.is_of_core:
+            labels.append(("api_server", str(self._api_server)))
+        return labels
 
 
-def render_metrics(loggers: Sequence[StatLogger], accept: str | None = None) -> MetricsPage:
-    """The page `/metrics` of an engine client with these loggers.
-
-    Raises:
-        NotFoundError: none of them counts for Prometheus.
-    """
-    for logger in loggers:
-        if isinstance(logger, PrometheusStatLogger):
-            return logger.render(accept)
-    raise NotFoundError("This engine counts nothing: it runs with disable_log_stats.")
+def find_metrics(loggers: Sequence[StatLogger]) -> PrometheusStatLogger | None:
+    """Who counts for `/metrics` among an engine client's loggers; None where nobody does."""
+    return next((each for each in loggers if isinstance(each, PrometheusStatLogger)), None)
 
 
 _LABELLED_COUNTERS: Sequence[tuple[Family, str, Callable[[_EngineMetrics], Mapping[str, int]]]] = (

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import attrs
@@ -14,7 +16,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from trioengine.config import EngineConfig
-from trioengine.errors import NotFoundError
 from trioengine.observability import prometheus
 from trioengine.observability.prometheus import (
     LATENCY_BOUNDS,
@@ -24,8 +25,9 @@ from trioengine.observability.prometheus import (
     TOKEN_BOUNDS,
     Histogram,
     PrometheusStatLogger,
-    render_metrics,
+    find_metrics,
 )
+from trioengine.observability.request_log import RequestLogger
 from trioengine.observability.stats import FinishedRequestStats, IterationStats
 from trioengine.types.messages import SchedulerStats
 
@@ -45,6 +47,8 @@ FINISHED = FinishedRequestStats(
     time_to_first_token_s=0.75,
     decode_s=2.0,
 )
+
+SCHEDULER = SchedulerStats(3, 2, 0.5, 7, 1, 10, 8, 6, 4)
 
 few_examples = settings(max_examples=25)
 """A page has some 600 lines, and is parsed in each example."""
@@ -277,7 +281,50 @@ def test_the_scraper_chooses_the_format(accept: str | None, content_type: str) -
     assert page.body.endswith(b"# EOF\n") is ("openmetrics" in content_type)
 
 
-def test_the_page_of_an_engine_that_counts_nothing_says_so() -> None:
-    with pytest.raises(NotFoundError, match="disable_log_stats"):
-        render_metrics([])
-    assert render_metrics([make_logger()]).content_type == prometheus.TEXT_CONTENT_TYPE
+def test_whoever_counts_is_found_among_loggers() -> None:
+    metrics = make_logger()
+    assert find_metrics([RequestLogger(), metrics]) is metrics
+    assert find_metrics([RequestLogger()]) is None
+
+
+def processes(folder: Path, *numbers: int) -> Sequence[PrometheusStatLogger]:
+    return [
+        PrometheusStatLogger(EngineConfig(), num_cores=1, model_name="m", api_server=number, metrics_folder=folder)
+        for number in numbers
+    ]
+
+
+@pytest.mark.parametrize("accept", [None, "application/openmetrics-text"])
+def test_every_api_server_s_page_has_the_counts_of_all(tmp_path: Path, accept: str | None) -> None:
+    """A scraper reaches any of the processes. Requests are counted by each, cores are the same to all."""
+    first, second, third = loggers = processes(tmp_path, 0, 1, 10)
+    for number, logger in enumerate(loggers, start=1):
+        scheduler = attrs.evolve(SCHEDULER, running=number)
+        logger.record(IterationStats(0, scheduler, num_generated_tokens=number, inter_token_latencies_s=[0.5] * number))
+        logger.log()
+    second.record(IterationStats(0, num_generated_tokens=100))
+    for page, running, tokens in ((first, 1, [1, 2, 3]), (second, 2, [1, 102, 3]), (third, 3, [1, 2, 3])):
+        samples = samples_of(page, accept)
+        counted = [value(samples, "generation_tokens_total", api_server=number) for number in ("0", "1", "10")]
+        assert counted == tokens
+        assert value(samples, "inter_token_latency_seconds_count", api_server="10") == 3
+        assert value(samples, "num_requests_running") == running
+        assert sum(name == "trioengine:num_requests_running" for name, _ in samples) == 1
+
+
+def test_other_api_servers_pages_may_be_missing_or_broken(tmp_path: Path) -> None:
+    """The page then has what is there; a folder that is gone, as the server ends, harms nobody."""
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    first, second = processes(folder, 0, 1)
+    assert b'api_server="1"' not in first.render().body
+    second.log()
+    assert b'api_server="1"' in first.render().body
+    for broken in (b"{", b"[]", b'{"generation_tokens": 1}', b"\xff"):
+        (folder / "metrics-1.json").write_bytes(broken)
+        assert b'api_server="1"' not in first.render().body
+    (folder / "metrics-note.json").write_text("{}")
+    assert samples_of(first) == samples_of(processes(tmp_path, 0)[0])
+    shutil.rmtree(folder)
+    first.log()
+    assert samples_of(first) == samples_of(processes(tmp_path, 0)[0])
