@@ -92,6 +92,8 @@ class Renderer:
                     prompt.messages,
                     add_generation_prompt=prompt.add_generation_prompt,
                     template_kwargs=prompt.template_kwargs,
+                    continue_final_message=prompt.continue_final_message,
+                    chat_template=prompt.chat_template,
                 )
                 tokens = TokensPrompt(tuple(rendered.token_ids), rendered.prompt_text)
         limit = self._limit(kwargs, room)

@@ -8,6 +8,7 @@ request format: content is a string here.
 import datetime
 import functools
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -45,6 +46,8 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, object] | None = None,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
 ) -> RenderedChat:
     """Return the prompt of a conversation.
 
@@ -57,10 +60,12 @@ def render_chat(
             of a tool call are a mapping, or the JSON of one; templates get the mapping.
         add_generation_prompt: end with the start of the assistant's answer.
         template_kwargs: further variables, such as `tools`.
+        continue_final_message: end with the last message's content, and nothing that closes it.
+        chat_template: in place of the model's own.
 
     Raises:
-        RequestError: the model has no chat template, a tool call's arguments are not an object, or the template refuses
-            the messages (with its own words).
+        RequestError: the model has no chat template, a tool call's arguments are not an object, the template refuses
+            the messages (with its own words), or the last message has no text to continue.
         CheckpointError: the template is not valid Jinja.
     """
     messages = [_with_parsed_arguments(position, message) for position, message in enumerate(messages)]
@@ -69,8 +74,22 @@ def render_chat(
     variables = dict(template_kwargs or {})
     if reserved := variables.keys() & _RESERVED:
         raise RequestError(f"{min(reserved)} cannot be set by the request.", param="chat_template_kwargs")
-    source = _choose_template(tokenizer, has_tools=bool(variables.get("tools")))
-    template = _compile(source)
+    own_source = (
+        None if chat_template is not None else template_source(tokenizer, has_tools=bool(variables.get("tools")))
+    )
+    source = own_source or chat_template
+    if source is None:
+        raise RequestError("This model has no chat template. Use the completions API.", param="messages")
+    template = _compile(source) if own_source is not None else _compile_given(source)
+    end_mark = ""
+    if continue_final_message:
+        if add_generation_prompt:
+            raise RequestError(
+                "continue_final_message goes on with the last message, so add_generation_prompt must be false.",
+                param="continue_final_message",
+            )
+        end_mark = secrets.token_hex(16)
+        messages[-1] = _with_end_mark(messages[-1], end_mark)
     try:
         protected = [cast(dict[str, object], _protect(tokenizer, message)) for message in messages]
         if _DEVELOPER not in source:
@@ -78,6 +97,8 @@ def render_chat(
         variables = cast(dict[str, object], _protect(tokenizer, variables))
         variables |= {"messages": protected, "add_generation_prompt": add_generation_prompt}
         text = _render(template, {"tools": None, "documents": None} | _token_texts(tokenizer) | variables)
+        if end_mark:
+            text = _cut_at(text, end_mark)
     except RequestError as error:
         raise RequestError(tokenizer.reveal(error.message), param=error.param) from None
     except Exception as error:  # the border to the model's own program: whatever it raises, these messages caused it
@@ -99,7 +120,7 @@ def _with_parsed_arguments(position: int, message: Mapping[str, object]) -> Mapp
         function = _mapping(_mapping(call).get("function"))
         if "arguments" in function:
             path = f"messages[{position}].tool_calls[{index}].function.arguments"
-            arguments = _parse_arguments(function["arguments"], path)
+            arguments = parse_arguments(function["arguments"], path)
             parsed[index] = {**_mapping(call), "function": {**function, "arguments": arguments}}
     return {**message, "tool_calls": parsed}
 
@@ -108,7 +129,12 @@ def _mapping(value: object) -> Mapping[str, object]:
     return cast(Mapping[str, object], value) if isinstance(value, Mapping) else {}
 
 
-def _parse_arguments(arguments: object, path: str) -> object:
+def parse_arguments(arguments: object, path: str) -> Mapping[str, object]:
+    """The arguments of a tool call, of which a message has the JSON.
+
+    Raises:
+        RequestError: they are no object. `path` is its parameter.
+    """
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}", parse_constant=_refuse_constant)
@@ -123,13 +149,28 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _choose_template(tokenizer: Tokenizer, *, has_tools: bool) -> str:
+def template_source(tokenizer: Tokenizer, *, has_tools: bool) -> str | None:
+    """The model's chat template, of several the one for such requests; None where it has none."""
     templates = tokenizer.facts.chat_templates
     source = templates.get(TOOL_TEMPLATE) if has_tools else None
-    source = source or templates.get(DEFAULT_TEMPLATE)
-    if source is None:
-        raise RequestError("This model has no chat template. Use the completions API.", param="messages")
-    return source
+    return source or templates.get(DEFAULT_TEMPLATE)
+
+
+def _with_end_mark(message: Mapping[str, object], mark: str) -> Mapping[str, object]:
+    content = message.get("content")
+    if not isinstance(content, str) or not content or message.get("tool_calls"):
+        raise RequestError("The last message has no text to continue.", param="continue_final_message")
+    return {**message, "content": content + mark}
+
+
+def _cut_at(text: str, mark: str) -> str:
+    before, found, _ = text.rpartition(mark)
+    if not found:
+        raise RequestError(
+            "The chat template does not show the last message's text, so it cannot be continued.",
+            param="continue_final_message",
+        )
+    return before
 
 
 def _token_texts(tokenizer: Tokenizer) -> dict[str, object]:
@@ -169,6 +210,16 @@ def _render(template: Template, variables: dict[str, object]) -> str:
             raise RequestError(f"The rendered chat is over {MAX_PROMPT_CHARS} characters.", param="messages")
         parts.append(part)
     return "".join(parts)
+
+
+def _compile_given(source: str) -> Template:
+    """Of a request: kept apart, so that requests cannot push the model's own out of the cache."""
+    try:
+        return _environment().from_string(source)
+    except (TemplateSyntaxError, RecursionError) as error:
+        raise RequestError(
+            f"chat_template is not valid: {str(error)[:MAX_MESSAGE_CHARS]}.", param="chat_template"
+        ) from error
 
 
 @functools.lru_cache(maxsize=32)

@@ -36,6 +36,10 @@ class ChatPrompt:
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, object] = attrs.field(factory=dict[str, object])
+    continue_final_message: bool = False
+    """The prompt ends with the last message's text, for the model to go on with it."""
+    chat_template: str | None = None
+    """In place of the model's own. It is a program, run in a sandbox."""
 
 
 Prompt: TypeAlias = TextPrompt | TokensPrompt | ChatPrompt
