@@ -222,6 +222,14 @@ class ServerConfig:
             " leaves, and unknown fields."
         ),
     )
+    enable_admin: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented(
+            "Serve the routes that operate the engine: sleep, pause, LoRA adapters, profiles, tasks. Whoever reaches"
+            " them can stop it."
+        ),
+    )
     tool_call_parser: ToolCallParser | None = attrs.field(
         default=None,
         converter=attrs.converters.optional(to_member_of(ToolCallParser)),

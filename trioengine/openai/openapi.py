@@ -46,12 +46,14 @@ class Operation:
     """The class of the events of its stream."""
     text_reply: str | None = None
     """The content type of a reply that is not JSON."""
+    needs_key: bool = True
+    """Whether it needs an API key, where there are any."""
     errors: Collection[int] = ()
     """Statuses besides 400 and 500 that its errors may have."""
 
 
-def openapi_document(operations: Sequence[Operation], *, version: str, has_keys: bool = True) -> Schema:
-    """The document of these operations, as JSON values."""
+def openapi_document(operations: Sequence[Operation], *, version: str, has_keys: bool) -> Schema:
+    """The document of these operations, as JSON values. `has_keys`: all but those that tell of health need one."""
     schemas = _Schemas()
     paths: dict[str, dict[str, Schema]] = {}
     for operation in operations:
@@ -69,7 +71,7 @@ def openapi_document(operations: Sequence[Operation], *, version: str, has_keys:
     }
     if has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}, {}]
+        document["security"] = [{"key": []}]
     return document
 
 
@@ -83,6 +85,8 @@ def _operation(operation: Operation, schemas: "_Schemas") -> Schema:
     parameters = [*_path_parameters(operation), *_query_parameters(operation, schemas)]
     if parameters:
         described["parameters"] = parameters
+    if not operation.needs_key:
+        described["security"] = []
     if operation.request:
         bodies = [schemas.reference(class_, is_request=True) for class_ in operation.request]
         schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}

@@ -4,34 +4,25 @@ import trio
 from quart_trio import QuartTrio
 
 from trioengine.client.interface import EngineClient
+from trioengine.config.server import ServerConfig
 from trioengine.server.blueprint import handle_error, openai_blueprint
 from trioengine.server.routes.context import MetricsSource
 
 
 def create_app(
     engine: EngineClient,
+    config: ServerConfig | None = None,
     *,
     shutdown: trio.Event | None = None,
     stop: trio.Event | None = None,
-    is_strict: bool = False,
-    enable_admin: bool = False,
     metrics: MetricsSource | None = None,
 ) -> QuartTrio:
     """A Quart-Trio application over an open engine. Open the engine around the server, not in `before_serving`.
 
-    Body limits are the server's: `serve` enforces them. The options are those of `openai_blueprint`.
+    Body limits and keys are the server's: `serve` enforces them. The arguments are those of `openai_blueprint`.
     """
     app = QuartTrio("trioengine", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = None
-    app.register_blueprint(
-        openai_blueprint(
-            engine,
-            shutdown=shutdown,
-            stop=stop,
-            is_strict=is_strict,
-            enable_admin=enable_admin,
-            metrics=metrics,
-        )
-    )
+    app.register_blueprint(openai_blueprint(engine, config, shutdown=shutdown, stop=stop, metrics=metrics))
     app.register_error_handler(Exception, handle_error)
     return app

@@ -11,7 +11,10 @@ import trio
 from quart import Blueprint, Response
 
 from trioengine import __version__
+from trioengine.client.engine import Engine
 from trioengine.client.interface import EngineClient
+from trioengine.config.server import ServerConfig
+from trioengine.observability.prometheus import PrometheusStatLogger
 from trioengine.openai.openapi import Operation, openapi_document
 from trioengine.server.replies import error_response, json_response
 from trioengine.server.routes.context import (
@@ -29,11 +32,10 @@ _DOCUMENT = Operation(method="get", path=OPENAPI_PATH, tag="information", summar
 
 def openai_blueprint(
     engine: EngineClient,
+    config: ServerConfig | None = None,
     *,
     shutdown: trio.Event | None = None,
     stop: trio.Event | None = None,
-    is_strict: bool = False,
-    enable_admin: bool = False,
     metrics: MetricsSource | None = None,
 ) -> Blueprint:
     """The routes of `routes.table`, and `/openapi.json`, which describes them.
@@ -42,25 +44,31 @@ def openai_blueprint(
 
     Args:
         engine: open for as long as the application serves.
+        config: how requests are taken (`strict`), and which routes there are (`enable_admin`). What is about
+            connections is the server's business.
         shutdown: once it is set, new requests are refused with 503; those that run go on.
         stop: once it is set, those that run end with an error: an event in a stream, else 503.
-        is_strict: a request that would be changed to fit, or has unknown fields, is refused, instead of answered with a
-            warning header.
-        enable_admin: with the routes that operate the engine. Whoever can reach them can stop it.
-        metrics: what `/metrics` shows; None is no such route.
+        metrics: what `/metrics` shows. None takes the engine's own; where it counts nothing, there is no such route.
     """
-    context = ServerContext(engine, shutdown, stop, is_strict, metrics)
-    routes = offered_routes(enable_admin=enable_admin, has_metrics=metrics is not None)
+    config = ServerConfig() if config is None else config
+    metrics = metrics or _own_metrics(engine)
+    context = ServerContext(engine, config, shutdown, stop, metrics)
+    routes = offered_routes(enable_admin=config.enable_admin, has_metrics=metrics is not None)
     blueprint = Blueprint("openai", __name__)
     for route in routes:
         endpoint = route.operation.method + route.operation.path.replace(".", "_")
         handler = functools.update_wrapper(functools.partial(route.handler, context), route.handler)
         blueprint.add_url_rule(route.rule, endpoint, handler, methods=[route.operation.method.upper()])
     operations = [*(route.operation for route in routes), _DOCUMENT]
-    blueprint.get(OPENAPI_PATH)(_Document(operations).answer)
+    blueprint.get(OPENAPI_PATH)(_Document(operations, has_keys=bool(config.api_key)).answer)
     blueprint.register_error_handler(Exception, handle_error)
     blueprint.after_request(_add_request_id)
     return blueprint
+
+
+def _own_metrics(engine: EngineClient) -> MetricsSource | None:
+    loggers = engine.stat_loggers if isinstance(engine, Engine) else ()
+    return next((logger for logger in loggers if isinstance(logger, PrometheusStatLogger)), None)
 
 
 def offered_routes(*, enable_admin: bool, has_metrics: bool) -> Sequence[Route]:
@@ -87,8 +95,9 @@ async def _add_request_id(response: Response) -> Response:
 class _Document:
     """The OpenAPI document, made when it is first asked for: it takes a tenth of a second."""
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
+    def __init__(self, operations: Sequence[Operation], *, has_keys: bool) -> None:
         self._operations = operations
+        self._has_keys = has_keys
         self._body: bytes | None = None
 
     async def answer(self) -> Response:
@@ -98,4 +107,4 @@ class _Document:
         return json_response(self._body)
 
     def _write(self) -> bytes:
-        return json.dumps(openapi_document(self._operations, version=__version__)).encode()
+        return json.dumps(openapi_document(self._operations, version=__version__, has_keys=self._has_keys)).encode()

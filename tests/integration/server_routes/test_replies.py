@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from quart import Response
 
+from trioengine.config.server import ServerConfig
 from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
 from trioengine.openai.sse import CONTENT_TYPE
 from trioengine.server.app import create_app
@@ -106,7 +107,7 @@ async def test_what_was_changed_to_fit_is_told_in_a_header(path: str, body: dict
 async def test_a_strict_server_refuses_what_does_not_fit(stream: bool) -> None:
     """With 400 instead of the header, and the engine is left with nothing."""
     engine = FakeEngine(ScriptedReply(warnings=("max_tokens was lowered",)))
-    client = create_app(engine, is_strict=True).test_client()
+    client = create_app(engine, ServerConfig(strict=True)).test_client()
     response = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
     assert response.status_code == 400
     assert (await response.get_json())["error"]["param"] == "max_tokens"

@@ -11,6 +11,7 @@ import trio
 from quart import Response, g, request
 
 from trioengine.client.interface import EngineClient
+from trioengine.config.server import ServerConfig
 from trioengine.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -79,12 +80,11 @@ class ServerContext:
     """One application's engine and state."""
 
     engine: EngineClient
+    config: ServerConfig = attrs.field(factory=ServerConfig)
     shutdown: trio.Event | None = None
     """Once it is set, new requests are refused."""
     stop: trio.Event | None = None
     """Once it is set, those that run end with an error."""
-    is_strict: bool = False
-    """What would be changed to fit, or ignored, is refused."""
     metrics: "MetricsSource | None" = None
     """What `/metrics` shows."""
     open_requests: OpenRequests = attrs.field(factory=OpenRequests)
@@ -135,7 +135,7 @@ class ServerContext:
         Raises:
             RequestError: naming the first.
         """
-        if self.is_strict:
+        if self.config.strict:
             check_unknown_fields(body)
 
     async def refresh_loras(self) -> Sequence[LoRAInfo]:
@@ -151,7 +151,7 @@ class ServerContext:
         Raises:
             RequestError: the server is strict, and something was changed.
         """
-        if warnings and self.is_strict:
+        if warnings and self.config.strict:
             raise RequestError(f"{warnings[0]}.", param="max_tokens")
         found = (*warnings, *unknown_fields_warning(body))
         return {WARNING_HEADER: "; ".join(found)} if found else {}
