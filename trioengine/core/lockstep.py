@@ -36,6 +36,7 @@ class Wave:
         """Whether the others may wait for a turn of this core."""
         self._lockstep = lockstep
         self._num_starts: Counter[int] = Counter()  # By client.
+        self._num_gone = 0
 
     def start(self, client: int) -> None:
         """Take in a `StartWave`."""
@@ -45,10 +46,11 @@ class Wave:
     def drop_client(self, client: int) -> None:
         """Expect nothing more of a client that is gone.
 
-        It may have started a wave at other cores only. They join this turn, and leave the wave when they, too, know.
+        It may have started a wave at some cores only, so this starts one everywhere, and counts like it.
         """
-        if self._num_starts.pop(client, 0):
-            self.is_on = True
+        del self._num_starts[client]
+        self._num_gone += 1
+        self.is_on = True
 
     def execute_dummy(self) -> None:
         """Compute the empty step of a turn."""
@@ -56,6 +58,14 @@ class Wave:
 
     def end_turn(self, *, has_work: bool) -> None:
         """Agree with the others on whether there is another turn. Waits for them."""
-        num_starts = self._num_starts.total()
-        has_any_work, most, minus_least = self._lockstep.maximum((int(has_work), num_starts, -num_starts))
-        self.is_on = bool(has_any_work) or most != -minus_least
+        self.settle(self._lockstep.maximum(self.vote(has_work=has_work)))
+
+    def vote(self, *, has_work: bool) -> Sequence[int]:
+        """What this core brings to the agreement."""
+        num_starts, num_gone = self._num_starts.total(), self._num_gone
+        return int(has_work), num_starts, -num_starts, num_gone, -num_gone
+
+    def settle(self, maximum: Sequence[int]) -> None:
+        """Take in the largest of all cores' votes, place by place."""
+        has_any_work, most_starts, minus_least_starts, most_gone, minus_least_gone = maximum
+        self.is_on = bool(has_any_work) or most_starts != -minus_least_starts or most_gone != -minus_least_gone

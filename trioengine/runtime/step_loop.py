@@ -21,6 +21,9 @@ from trioengine.types.messages import (
     ToCore,
 )
 
+OWNER = 0
+"""The number of the front end that owns the core."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,14 +75,14 @@ class Mailbox:
 
 
 def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPage, waker: Waker | None = None) -> None:
-    """Serve until a front end says `Stop` or all of them are gone. An exception is the core's death.
+    """Serve until the first front end, which owns the core, says `Stop` or is gone. An exception is the core's death.
 
-    Front ends are numbered as in `sockets`. The socket of one that is gone is closed, and its requests are dropped.
+    Front ends are numbered as in `sockets`. When another is gone, its socket is closed and its requests are dropped.
 
     Whoever gives the core work from another thread wakes `waker`: what `core.poll` looks for.
     """
     mailboxes = [Mailbox(client, socket) for client, socket in enumerate(sockets)]
-    while mailboxes:
+    while True:
         if not core.has_work:
             full = [mailbox.socket for mailbox in mailboxes if mailbox.is_full]
             poll([mailbox.socket for mailbox in mailboxes], full=full, waker=waker, timeout_s=core.idle_timeout_s())
@@ -91,6 +94,8 @@ def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPag
             if _handle(core, mailbox, messages):
                 return
             if is_gone and not messages:
+                if mailbox.client == OWNER:
+                    return
                 logger.warning("Front end %d is gone; its requests are dropped.", mailbox.client)
                 mailboxes.remove(mailbox)
                 mailbox.socket.close()
@@ -120,12 +125,12 @@ def _handle(core: Core, mailbox: Mailbox, messages: Iterable[Sequence[bytes]]) -
             logger.warning("Ignored a message: %s", error)
             continue
         match message:
-            case Stop():
+            case Stop() if mailbox.client == OWNER:
                 return True
             case EngineCoreRequest() | EncodeCoreRequest() | AbortRequests() | CallRequest() | StartWave():
                 reply = core.handle(mailbox.client, message)
                 if reply is not None:
                     mailbox.add(encode(reply))
             case _:
-                logger.warning("Ignored a %s, which is not for a core.", type(message).__name__)
+                logger.warning("Ignored a %s of front end %d.", type(message).__name__, mailbox.client)
     return False

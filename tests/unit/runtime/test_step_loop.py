@@ -255,13 +255,26 @@ def test_an_abort_is_answered_without_a_step(loop: Loop) -> None:
     assert loop.page.notes == []
 
 
-def test_a_front_end_that_is_gone_is_dropped_and_the_last_one_ends_it(loop: Loop) -> None:
-    """No step is computed for it any more."""
-    loop.core.steps_left = 1000
+def test_when_the_owner_is_gone_it_ends(loop: Loop) -> None:
     loop.events.extend([[], GONE])
-    loop.core.slots = []
     run_step_loop(loop.core, [loop.socket], loop.page)  # type: ignore[list-item, arg-type]
-    assert (loop.core.dropped, loop.socket.is_closed, loop.page.notes) == ([0], True, [])
+    assert not loop.events
+
+
+def test_another_front_end_that_is_gone_is_dropped(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After what it had sent was heard, of which a `Stop` is not its business; nobody waits for it any more."""
+    other, waits = FakeSocket(), list[Sequence[FakeSocket]]()
+
+    def wait(sockets: Sequence[FakeSocket], **_: Any) -> None:
+        waits.append(sockets)
+        other.is_peer_gone = True
+        if len(waits) != 2:
+            (other if len(waits) == 1 else loop.socket).inbox.append([encode(Stop())])
+
+    monkeypatch.setattr(step_loop, "poll", wait)
+    run_step_loop(loop.core, [loop.socket, other], loop.page)  # type: ignore[list-item, arg-type]
+    assert (loop.core.dropped, other.is_closed, loop.socket.is_closed) == ([1], True, False)
+    assert waits == [[loop.socket, other], [loop.socket, other], [loop.socket]]
 
 
 def test_what_a_front_end_said_last_is_heard(loop: Loop) -> None:
