@@ -15,6 +15,7 @@ the cores itself and gives each server an `Attachment`:
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from tempfile import TemporaryDirectory
 
 import attrs
 import trio
@@ -53,6 +54,8 @@ class Attachment:
     config: EngineConfig
     model: ModelLocation
     cores: tuple[CoreAttachment, ...]
+    metrics_folder: str
+    """Where the clients show each other what they count, for `/metrics`. It goes with the cores."""
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -171,7 +174,12 @@ async def start_cores(
                 cores[rank] = RemoteCore(rank, config.step_timeout_s)
             client = (make_client or _make_client)(location, len(cores))
             attached = tuple(handle.attachment for handle in handles)
-            attachments = [Attachment(other, config, location, attached) for other in others]
+            metrics_folder = ""
+            if others:
+                metrics_folder = stack.enter_context(
+                    TemporaryDirectory(prefix="trioengine-metrics-", ignore_cleanup_errors=True)
+                )
+            attachments = [Attachment(other, config, location, attached, metrics_folder) for other in others]
 
             async def stop(link: CoreLink) -> None:
                 link.stop_cores()

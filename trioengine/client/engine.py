@@ -7,6 +7,7 @@ same for cores that another process has started (`client.cores`).
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 import attrs
@@ -245,7 +246,9 @@ async def attach_engine(
             stack.callback(attached.close)
         bound = bind_router(attachment.endpoint)
         stack.callback(bound.socket.close)
-        client = _make_client(stack, config, attachment.model, len(cores), stat_loggers, api_server)
+        client = _make_client(
+            stack, config, attachment.model, len(cores), stat_loggers, api_server, Path(attachment.metrics_folder)
+        )
         async with open_link(bound.socket, cores, client) as link:
             tokenizer = await trio.to_thread.run_sync(load_tokenizer, attachment.model, abandon_on_cancel=True)
             ready, *_ = await link.wait_ready(ignore_progress, timeout_s=config.startup_timeout_s)
@@ -259,10 +262,18 @@ def _make_client(
     num_cores: int,
     extra: Sequence[StatLoggerFactory],
     api_server: int | None = None,
+    metrics_folder: Path | None = None,
 ) -> LinkClient:
     """A front end as `config` says, and those who take its statistics, who are closed with the stack."""
     name = _model_name(config, location)
-    loggers = make_stat_loggers(config, num_cores=num_cores, model_name=name, extra=extra, api_server=api_server)
+    loggers = make_stat_loggers(
+        config,
+        num_cores=num_cores,
+        model_name=name,
+        extra=extra,
+        api_server=api_server,
+        metrics_folder=metrics_folder,
+    )
     for each in loggers:
         stack.callback(each.close)
     frontend = Frontend(

@@ -18,7 +18,7 @@ import numpy as np
 
 from trioengine.config.engine import EngineConfig
 from trioengine.observability.shared_metrics import SharedMetrics
-from trioengine.observability.stats import FinishedRequestStats, IterationStats, StatLogger
+from trioengine.observability.stats import FinishedRequestStats, IterationStats
 from trioengine.types.messages import SchedulerStats
 
 if TYPE_CHECKING:
@@ -431,11 +431,6 @@ class PrometheusStatLogger:
         if self._api_server is not None and not family.is_of_core:
             labels.append(("api_server", str(self._api_server)))
         return labels
-
-
-def find_metrics(loggers: Sequence[StatLogger]) -> PrometheusStatLogger | None:
-    """Who counts for `/metrics` among an engine client's loggers; None where nobody does."""
-    return next((each for each in loggers if isinstance(each, PrometheusStatLogger)), None)
 
 
 _LABELLED_COUNTERS: Sequence[tuple[Family, str, Callable[[_EngineMetrics], Mapping[str, int]]]] = (

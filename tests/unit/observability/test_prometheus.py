@@ -25,9 +25,7 @@ from trioengine.observability.prometheus import (
     TOKEN_BOUNDS,
     Histogram,
     PrometheusStatLogger,
-    find_metrics,
 )
-from trioengine.observability.request_log import RequestLogger
 from trioengine.observability.stats import FinishedRequestStats, IterationStats
 from trioengine.types.messages import SchedulerStats
 
@@ -279,12 +277,6 @@ def test_the_scraper_chooses_the_format(accept: str | None, content_type: str) -
     page = make_logger().render(accept)
     assert page.content_type == content_type
     assert page.body.endswith(b"# EOF\n") is ("openmetrics" in content_type)
-
-
-def test_whoever_counts_is_found_among_loggers() -> None:
-    metrics = make_logger()
-    assert find_metrics([RequestLogger(), metrics]) is metrics
-    assert find_metrics([RequestLogger()]) is None
 
 
 def processes(folder: Path, *numbers: int) -> Sequence[PrometheusStatLogger]:
