@@ -72,7 +72,7 @@ class AddedRequest:
     messages: Sequence[EngineCoreRequest | EncodeCoreRequest]
     """One for each answer, all for the core of this rank."""
     wakes: Sequence[int]
-    """The ranks of other cores, which must be sent a `StartWave`."""
+    """The ranks that must be sent a `StartWave` behind the messages: `core.lockstep` says why it is all or none."""
     state: ParentRequest
 
 
@@ -511,9 +511,7 @@ class Frontend:
         return f"{external_id}-{self._name_suffix}{next(self._request_numbers):x}"
 
     def _wakes(self, rank: _Rank) -> Sequence[int]:
-        if not rank.needs_lockstep:
-            return ()
-        return [other.number for other in self._ranks if other is not rank and not other.num_reserved_slots]
+        return [each.number for each in self._ranks] if rank.needs_lockstep else ()
 
     def _end(self, child: Child) -> None:
         """End an open answer with reason "abort"."""

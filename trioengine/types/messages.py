@@ -451,7 +451,9 @@ class Stop:
 
 @attrs.frozen
 class StartWave:
-    """Another rank has work: take part in its collective steps, with empty ones where there is none here."""
+    """Take part in the collective steps of all ranks, with empty ones where there is no work here. Behind each request it
+    goes to every rank, the request's own included: `core.lockstep` says why.
+    """
 
 
 # Core -> front end
