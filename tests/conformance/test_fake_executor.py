@@ -5,8 +5,9 @@ import pytest
 
 from trioengine.core.executor import LoRALoad, NewSequence, ScheduledSequence, StepPlan
 from trioengine.errors import CheckpointError
-from trioengine.testing.executor_conformance import CHECKS, LORA_CHECKS, OFFLOAD_CHECKS, Check, Subject
-from trioengine.testing.fake_executor import BROKEN_LORA, Fail, FakeExecutor, generate_alone
+from trioengine.testing.executor_conformance import CHECKS, LORA_CHECKS, OFFLOAD_CHECKS, WEIGHT_CHECKS, Check, Subject
+from trioengine.testing.fake_executor import BROKEN_LORA, Fail, FakeExecutor, generate_alone, new_weight
+from trioengine.types.messages import UpdateWeights
 from trioengine.types.params import SamplingParams
 
 
@@ -34,6 +35,22 @@ def test_adapters(check: Check) -> None:
         return FakeExecutor(max_loras=2)
 
     assert check(Subject(make=make, block_size=4, vocab_size=1000, lora_paths=("/one", "/two"))) is None
+
+
+@pytest.mark.parametrize("check", WEIGHT_CHECKS, ids=lambda check: check.__name__)
+def test_new_weights(check: Check) -> None:
+    """The promises of every executor whose weights can be replaced."""
+
+    def make_new() -> FakeExecutor:
+        executor = FakeExecutor()
+        executor.update_weights(weights)
+        executor.prepare_weights()
+        executor.apply_weights()
+        return executor
+
+    weights = UpdateWeights((new_weight(5),))
+    subject = Subject(make=FakeExecutor, block_size=4, vocab_size=1000, new_weights=weights, make_new=make_new)
+    assert check(subject) is None
 
 
 def test_rules_about_adapters() -> None:

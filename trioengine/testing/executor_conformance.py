@@ -3,7 +3,7 @@
 A test module makes a `Subject` and runs each of `CHECKS` on it, or of its parts `STEP_CHECKS`, `DRAFT_CHECKS`,
 `SHARING_CHECKS`, `SLEEP_CHECKS` and `SAMPLING_CHECKS` (for executors that know every rule of `SamplingParams`).
 `OFFLOAD_CHECKS` are for executors with an offload store of at least 4 blocks, `LORA_CHECKS` for those with two slots
-for adapters or more:
+for adapters or more, `WEIGHT_CHECKS` for those whose weights can be replaced:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_conformance(check: Check) -> None:
@@ -34,7 +34,8 @@ from trioengine.core.executor import (
     TokenLogprobs,
     TokenMasks,
 )
-from trioengine.errors import CheckpointError
+from trioengine.errors import CheckpointError, RequestError
+from trioengine.types.messages import UpdateWeights
 from trioengine.types.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -51,6 +52,10 @@ class Subject:
     vocab_size: int
     lora_paths: Sequence[str] = ()
     """For `LORA_CHECKS`: two adapters that make different models."""
+    new_weights: UpdateWeights | None = None
+    """For `WEIGHT_CHECKS`: what makes another model."""
+    make_new: Callable[[], Executor] | None = None
+    """For `WEIGHT_CHECKS`: as `make`, of that model."""
 
     def prompt(self, num_tokens: int, start: int = 0) -> list[int]:
         """Token ids that differ with `start`."""
@@ -715,8 +720,91 @@ SAMPLING_CHECKS: Sequence[Check] = (
     check_prompt_logprobs_are_of_the_prompts_tokens,
     check_prompt_logprobs_without_an_answer,
 )
+
+
+def check_new_weights_count_when_they_are_applied(subject: Subject) -> None:
+    """Not a moment before; and then tokens are those of a fresh executor that has them, also after a sleep."""
+    assert subject.new_weights is not None
+    assert subject.make_new is not None
+    prompt = subject.prompt(subject.block_size + 3)
+    old = _generate(subject, prompt)
+    new = _generate(attrs.evolve(subject, make=subject.make_new), prompt)
+    assert old != new
+    with _session(subject) as session:
+        executor = session.executor
+        executor.update_weights(subject.new_weights)
+        assert _answer(session, prompt) == old
+        executor.prepare_weights()
+        assert _answer(session, prompt) == old
+        running = session.add(prompt)
+        assert session.generate(running, 2) == old[:2]
+        executor.apply_weights()
+        assert _answer(session, prompt) == new
+        assert len(session.generate(running, 2)) == 2
+        session.forget(running)
+        session.step()
+        executor.sleep(2)
+        executor.wake_up(["weights", "kv_cache"])
+        assert _answer(session, prompt) == new
+
+
+def check_wrong_weights_change_nothing(subject: Subject) -> None:
+    """One wrong tensor refuses all that come with it; discarded ones are forgotten."""
+    assert subject.new_weights is not None
+    prompt = subject.prompt(5)
+    old = _generate(subject, prompt)
+    wrong = attrs.evolve(subject.new_weights.tensors[0], name="there is none of this name")
+    with _session(subject) as session:
+        try:
+            session.executor.update_weights(UpdateWeights((*subject.new_weights.tensors, wrong)))
+        except RequestError as error:
+            assert "there is none of this name" in error.message
+        else:
+            raise AssertionError("a wrong tensor was taken")
+        assert _answer(session, prompt) == old
+        session.executor.update_weights(subject.new_weights)
+        session.executor.discard_weights()
+        assert _answer(session, prompt) == old
+
+
+def check_a_profile_is_started_and_stopped_once(subject: Subject) -> None:
+    """Twice of either is the caller's fault. What is computed meanwhile is what is always computed."""
+    prompt = subject.prompt(5)
+    alone = _generate(subject, prompt)
+    with _session(subject) as session:
+        executor = session.executor
+        assert _is_refused(executor.stop_profile)
+        executor.start_profile("check")
+        assert _is_refused(lambda: executor.start_profile("check"))
+        assert _answer(session, prompt) == alone
+        assert "check" in executor.stop_profile()
+        assert _is_refused(executor.stop_profile)
+
+
+def check_methods_that_are_not_marked_cannot_be_called(subject: Subject) -> None:
+    """Nor those that there are not."""
+    with _session(subject) as session:
+        for method in ("close", "submit", "__init__", "_backend", "nonsense", ""):
+            assert _is_refused(lambda method=method: session.executor.collective_rpc(method, "{}"))
+
+
 SLEEP_CHECKS: Sequence[Check] = (check_generation_is_the_same_after_sleep,)
-CHECKS: Sequence[Check] = (*STEP_CHECKS, *DRAFT_CHECKS, *SHARING_CHECKS, *SLEEP_CHECKS, *SAMPLING_CHECKS)
+OPERATION_CHECKS: Sequence[Check] = (
+    check_a_profile_is_started_and_stopped_once,
+    check_methods_that_are_not_marked_cannot_be_called,
+)
+CHECKS: Sequence[Check] = (
+    *STEP_CHECKS,
+    *DRAFT_CHECKS,
+    *SHARING_CHECKS,
+    *SLEEP_CHECKS,
+    *SAMPLING_CHECKS,
+    *OPERATION_CHECKS,
+)
+WEIGHT_CHECKS: Sequence[Check] = (
+    check_new_weights_count_when_they_are_applied,
+    check_wrong_weights_change_nothing,
+)
 LORA_CHECKS: Sequence[Check] = (
     check_adapters_are_their_sequences_only,
     check_a_slot_passes_on,
@@ -978,3 +1066,20 @@ def _generate(
     with _session(subject) as session:
         sequence_id = session.add(prompt, sampling=sampling, seed=seed, end_token_ids=end_token_ids)
         return session.generate(sequence_id, num_tokens)
+
+
+def _answer(session: _Session, prompt: Sequence[int]) -> list[int]:
+    """What a prompt gives here, alone."""
+    sequence_id = session.add(prompt)
+    tokens = session.generate(sequence_id, 6)
+    session.forget(sequence_id)
+    session.step()
+    return tokens
+
+
+def _is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except RequestError:
+        return True
+    return False

@@ -449,9 +449,7 @@ class FakeExecutor:
             seed = sequence.parameters.seed ^ self._weight
             followers = sequence.token_ids[start + 1 : sequence.parameters.num_prompt_tokens]
             part = [
-                _logprobs(
-                    entry, sequence.parameters.seed ^ self._weight, token, sampling.prompt_logprobs, self._vocab_size
-                )
+                _logprobs(entry, seed, token, sampling.prompt_logprobs, self._vocab_size)
                 for entry, token in zip(entries, followers, strict=False)  # The last inputs may have no follower.
             ]
             if part:
