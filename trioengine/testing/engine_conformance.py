@@ -10,7 +10,7 @@ they wait for events.
 """
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -18,8 +18,9 @@ import attrs
 import trio
 
 from trioengine.client.interface import EngineClient
+from trioengine.client.operations import JsonValue
 from trioengine.errors import EngineClosedError, RequestError
-from trioengine.types.messages import CoreLoad, GetLoad
+from trioengine.types.messages import CoreLoad, GetLoad, LoRAInfo, WeightTensor
 from trioengine.types.output import FinishReason, PositionLogprobs, RequestOutput
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.request import GenerateRequest
@@ -39,6 +40,12 @@ class Subject:
     endless_sampling: SamplingParams = attrs.field(factory=lambda: SamplingParams(temperature=0, max_tokens=100_000))
     """With `prompt`, gives a first token, and then no end for as long as a check lasts."""
     prompt: str = "abcdefgh"
+    new_weights: Sequence[WeightTensor] = ()
+    """With them its answers are other ones, where it shows that."""
+    rpc_method: str | None = None
+    """A method for `collective_rpc` that returns its arguments, where there is one."""
+    lora_path: str = "/adapter"
+    """Of an adapter that can be read."""
 
     def request(
         self, kind: RequestOutputKind = RequestOutputKind.DELTA, request_id: str | None = None
@@ -311,7 +318,172 @@ async def check_the_engine_is_healthy_and_tells_its_load(subject: Subject) -> No
             assert isinstance(load, CoreLoad)
             assert load.free_blocks <= load.total_blocks
             assert engine.model_name
-            assert engine.model_facts.max_model_len > 0
+            assert engine.model_config.max_model_len > 0
+            assert engine.config is not None
+            assert "generate" in engine.get_supported_tasks()
+            assert (engine.is_running, engine.is_stopped, engine.errored) == (True, False, False)
+            assert engine.dead_error is None
+            engine.check_admission()
+            engine.check_admission(n=2, num_prompt_tokens=10)
+            engine.do_log_stats()
+
+
+# Operations
+
+
+async def check_what_sleeps_wakes_up_the_same(subject: Subject) -> None:
+    """Requests that come while it sleeps wait; what may sleep and how is checked."""
+    engine = subject.engine
+    with trio.fail_after(TIMEOUT_S):
+        (before,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+        for level in (1, 2):
+            assert not await engine.is_sleeping()
+            await engine.sleep(level)
+            assert await engine.is_sleeping()
+            assert await engine.is_paused()
+            engine.check_health()
+            await _check_it_waits_for(subject, engine.wake_up)
+            assert not await engine.is_sleeping()
+            assert not await engine.is_paused()
+        await engine.sleep()
+        await engine.wake_up(["weights"])
+        assert await engine.is_sleeping()
+        await engine.wake_up(["kv_cache"])
+        assert not await engine.is_sleeping()
+        (after,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+        assert after.outputs == before.outputs
+        assert await _param_refused(engine.sleep(3)) == "level"
+        assert await _param_refused(engine.sleep(1, mode="quickly")) == "mode"
+        assert await _param_refused(engine.pause_generation(mode="quickly")) == "mode"
+
+
+async def check_new_requests_wait_for_the_end_of_a_pause(subject: Subject) -> None:
+    """They are answered as ever then."""
+    engine = subject.engine
+    with trio.fail_after(TIMEOUT_S):
+        assert not await engine.is_paused()
+        await engine.pause_generation()
+        assert await engine.is_paused()
+        assert not await engine.is_sleeping()
+        await _check_it_waits_for(subject, engine.resume_generation)
+        assert not await engine.is_paused()
+
+
+async def check_a_pause_ends_or_keeps_what_runs(subject: Subject) -> None:
+    """As its mode says: "abort" is the end, and with "keep" a request goes on afterwards."""
+    engine = subject.endless_engine
+    with trio.fail_after(TIMEOUT_S):
+        async with engine.generate(subject.endless_request()) as stream:
+            await anext(stream)
+            await engine.pause_generation()
+            *_, last = [output async for output in stream]
+            assert last.outputs[0].finish_reason is FinishReason.ABORT
+        await engine.resume_generation()
+        async with engine.generate(subject.endless_request()) as stream:
+            await anext(stream)
+            await engine.pause_generation(mode="keep", clear_cache=False)
+            await engine.resume_generation()
+            engine.check_health()
+            load = await engine.call(GetLoad())
+            assert load.running + load.waiting == 1
+        await _until_idle(engine)
+
+
+async def check_caches_can_be_reset(subject: Subject) -> None:
+    """While no request holds anything."""
+    with trio.fail_after(TIMEOUT_S):
+        (before,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+        await _until_idle(subject.engine)
+        assert await subject.engine.reset_prefix_cache() is True
+        await subject.engine.reset_mm_cache()
+        (after,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+        assert after.outputs == before.outputs
+
+
+async def check_adapters_come_and_go(subject: Subject) -> None:
+    """They are listed, pinned, and refused once removed."""
+    engine = subject.engine
+    with trio.fail_after(TIMEOUT_S):
+        await engine.add_lora("mine", subject.lora_path)
+        assert await engine.list_loras() == (LoRAInfo("mine", subject.lora_path, is_pinned=False),)
+        await engine.pin_lora("mine")
+        assert await engine.list_loras() == (LoRAInfo("mine", subject.lora_path, is_pinned=True),)
+        await engine.remove_lora("mine")
+        assert await engine.list_loras() == ()
+        await _param_refused(engine.pin_lora("mine"))
+        await _param_refused(engine.remove_lora("mine"))
+
+
+async def check_profiles_begin_and_end(subject: Subject) -> None:
+    """One at a time; the end names a file."""
+    engine = subject.engine
+    with trio.fail_after(TIMEOUT_S):
+        await _param_refused(engine.stop_profile())
+        await engine.start_profile("mine")
+        await _param_refused(engine.start_profile())
+        assert await subject.outputs()
+        assert await engine.stop_profile()
+
+
+async def check_methods_that_are_not_marked_cannot_be_called(subject: Subject) -> None:
+    """A marked one gets its arguments, and its results are JSON's values."""
+    engine = subject.engine
+    with trio.fail_after(TIMEOUT_S):
+        for method in ("close", "__class__", "no such method"):
+            assert await _param_refused(engine.collective_rpc(method)) == "method"
+        if subject.rpc_method is not None:
+            arguments: dict[str, JsonValue] = {"number": 1, "text": "é", "list": [None, True]}
+            for result in await engine.collective_rpc(subject.rpc_method, **arguments):
+                assert result == arguments
+
+
+async def check_new_weights_count_from_the_end_of_their_transfer(subject: Subject) -> None:
+    """Not before, and with a version of their own; only once a transfer has begun."""
+    engine = subject.engine
+    with trio.fail_after(TIMEOUT_S):
+        await _param_refused(engine.update_weights(subject.new_weights))
+        (before,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+        await engine.init_weight_transfer()
+        await engine.update_weights(subject.new_weights)
+        (during,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+        assert during.outputs == before.outputs
+        assert await engine.finish_weight_update("mine") == "mine"
+        (after,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
+        if subject.new_weights:
+            assert after.outputs != before.outputs
+            assert after.weight_version == "mine"
+
+
+async def _check_it_waits_for(subject: Subject, release: Callable[[], Awaitable[None]]) -> None:
+    """A request that is entered now is answered, but not before this."""
+    is_released = False
+    is_answered_late = False
+
+    async def ask() -> None:
+        nonlocal is_answered_late
+        async with subject.engine.generate(subject.request()) as stream:
+            entered.set()
+            assert [output async for output in stream][-1].finished
+            is_answered_late = is_released
+
+    async with trio.open_nursery() as nursery:
+        entered = trio.Event()
+        nursery.start_soon(ask)
+        await entered.wait()
+        # Had it been computed, its output would be here before the reply.
+        await subject.engine.call(GetLoad())
+        is_released = True
+        await release()
+    assert is_answered_late
+
+
+async def _param_refused(operation: Awaitable[object]) -> str | None:
+    """The argument that a `RequestError` names."""
+    try:
+        result = await operation
+    except RequestError as error:
+        return error.param
+    raise AssertionError(f"It was not refused: {result!r}")
 
 
 def _check_position(position: PositionLogprobs, num_wanted: int) -> None:
@@ -353,3 +525,15 @@ CHECKS: tuple[Check, ...] = (
     check_requests_run_at_once,
     check_the_engine_is_healthy_and_tells_its_load,
 )
+
+OPERATION_CHECKS: tuple[Check, ...] = (
+    check_what_sleeps_wakes_up_the_same,
+    check_new_requests_wait_for_the_end_of_a_pause,
+    check_a_pause_ends_or_keeps_what_runs,
+    check_caches_can_be_reset,
+    check_adapters_come_and_go,
+    check_profiles_begin_and_end,
+    check_methods_that_are_not_marked_cannot_be_called,
+    check_new_weights_count_from_the_end_of_their_transfer,
+)
+"""For engines over a core that does more than to answer."""

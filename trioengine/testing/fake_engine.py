@@ -39,6 +39,7 @@ from trioengine.types.messages import (
     LoRAInfo,
     ModelFacts,
     PauseGeneration,
+    PauseMode,
     PinLoRA,
     RemoveLoRA,
     ResetMMCache,
@@ -81,12 +82,19 @@ class FakeCoreState:
     """What operations on a `FakeEngine` have done."""
 
     is_paused: bool = False
+    went_on: trio.Event = attrs.field(factory=trio.Event)
+    """Set when a pause or a sleep ends."""
     asleep: frozenset[str] = frozenset()
     loras: dict[str, LoRAInfo] = attrs.field(factory=dict[str, LoRAInfo])
     is_profiling: bool = False
     transfer: str | None = None
     num_updates: int = 0
     num_weight_versions: int = 0
+
+    @property
+    def is_on_hold(self) -> bool:
+        """Whether requests wait."""
+        return self.is_paused or bool(self.asleep)
 
     def run(self, call: Call[Any], load: CoreLoad) -> object:
         """What a core would reply. RequestError: what a core would refuse."""
@@ -125,9 +133,12 @@ class FakeCoreState:
                     raise RequestError("tags may be weights and kv_cache.", param="tags")
                 self.asleep -= frozenset(tags) or _MEMORY_TAGS
             case IsPaused():
-                return self.is_paused or bool(self.asleep)
+                return self.is_on_hold
             case _:
                 return bool(self.asleep)
+        if not self.is_on_hold:
+            self.went_on.set()
+            self.went_on = trio.Event()
         return None
 
     def _lora(self, call: Call[Any]) -> tuple[LoRAInfo, ...] | None:
@@ -237,7 +248,11 @@ class FakeEngine(EngineClient):
         self.calls.append(call)
         if self.dead_error is not None:
             raise self.dead_error
-        return cast(R, self.core.run(call, self.load))
+        if isinstance(call, (PauseGeneration, Sleep)) and call.mode is PauseMode.ABORT:
+            for stream in self.live:
+                stream.abort()
+        load = attrs.evolve(self.load, running=self.load.running + len(self.live))
+        return cast(R, self.core.run(call, load))
 
     @property
     def dead_error(self) -> EngineDeadError | EngineClosedError | None:
@@ -333,6 +348,8 @@ class FakeOutputStream:
             raise EngineClosedError("The stream was read after its block was left.")
 
     async def _wait_or_end(self, scope: trio.CancelScope) -> None:
+        while self._engine.core.is_on_hold:
+            await self._engine.core.went_on.wait()
         if trio.current_time() < self._first_token_time_s:
             await trio.sleep_until(self._first_token_time_s)
         is_last = self._num_sent >= len(self._reply.deltas) - 1

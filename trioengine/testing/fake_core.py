@@ -1,0 +1,75 @@
+"""A core process with everything but a model: `EngineCore` over a `FakeExecutor`, and a thread for slow work.
+
+`python -P -m trioengine.testing.fake_core FD`. `CoreLaunch.options`: `pace_s`, the least time of a step.
+"""
+
+import sys
+import time
+
+from trioengine.core.background import Background
+from trioengine.core.config import CoreConfig
+from trioengine.core.engine_core import EngineCore
+from trioengine.core.executor import StepPlan
+from trioengine.runtime.core_process import BuiltCore, ReportProgress, main
+from trioengine.runtime.launch import CoreLaunch
+from trioengine.testing.fake_executor import FakeExecutor
+from trioengine.transport.zmq_blocking import Waker
+from trioengine.types.messages import ModelFacts, Ready
+
+MODULE = "trioengine.testing.fake_core"
+VOCAB_SIZE = 257
+"""`FakeTokenizer`'s: the bytes, and the end."""
+NUM_BLOCKS = 1 << 16
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = NUM_BLOCKS * BLOCK_SIZE // 2
+MAX_LORAS = 2
+
+
+def fake_core_config() -> CoreConfig:
+    """The limits of a fake core."""
+    return CoreConfig(
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        vocab_size=VOCAB_SIZE,
+        enable_prefix_caching=True,
+        max_loras=MAX_LORAS,
+        max_cpu_loras=MAX_LORAS,
+    )
+
+
+def fake_ready() -> Ready:
+    """What a fake core says when it is ready: no end tokens, so that every request has its full length."""
+    return Ready(ModelFacts(MAX_MODEL_LEN, VOCAB_SIZE, ()), NUM_BLOCKS, BLOCK_SIZE, {})
+
+
+def build_fake_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
+    """A core for `runtime.core_process.main`."""
+    pace_s = float(launch.options.get("pace_s", "0"))
+    progress("pretending", 0.5)
+
+    def wait(_: StepPlan) -> None:
+        time.sleep(pace_s)
+
+    executor = FakeExecutor(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        vocab_size=VOCAB_SIZE,
+        before_step=wait if pace_s else None,
+        max_loras=MAX_LORAS,
+    )
+    waker = Waker()
+    background = Background(waker.wake)
+    core = EngineCore(fake_core_config(), executor, background=background)
+
+    def close() -> None:
+        background.close()
+        executor.close()
+        waker.close()
+
+    return BuiltCore(core, fake_ready(), close, waker)
+
+
+if __name__ == "__main__":
+    sys.exit(main(build_fake_core))
