@@ -1,24 +1,75 @@
-"""Hypercorn's HTTP/2 protocol with the backpressure that it means to have."""
+"""Hypercorn's HTTP/2 protocol, changed where it would harm a server that faces a network.
 
+- A handler whose client reads nothing waits, which Hypercorn means to do and does not.
+- Data for a stream that has been answered already is dropped: it would end the connection, the client's other
+  streams with it.
+- While the server drains, new streams are refused in the way that lets a client try again elsewhere.
+- A client that opens streams only to reset them is cut off (CVE-2023-44487).
+"""
+
+import contextlib
 from typing import Any
 
+import h2.events
+import h2.exceptions
+import trio
+from h2.errors import ErrorCodes
+from h2.events import Event
+from hypercorn.events import Closed
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
+
+MAX_RESETS = 200
+"""How many streams a client may reset in quick succession: a page with so many answers that is closed, and more."""
+RESETS_PER_S = 20.0
+"""How fast it may go on after that."""
 
 
 class Http2Protocol(H2Protocol):
-    """Handlers wait while their client's window is closed.
-
-    Hypercorn's buffer lets a handler go on after every piece that it takes *out*, also after none: with a closed window
-    it takes out nothing on every write, so a handler whose client reads nothing filled memory at 500 MB a second.
-    """
+    """One HTTP/2 connection's protocol state."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.stream_buffers = _BoundedBuffers()
+        self._num_resets = 0.0
+        self._last_reset_s = trio.current_time()
+
+    async def _handle_events(self, events: list[Event]) -> None:
+        for event in events:
+            # One by one: whether data has a stream depends on what came before it.
+            if self._is_to_be_handled(event):
+                await super()._handle_events([event])
+        await self._flush()
+        if self._num_resets > MAX_RESETS:
+            self.connection.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+            await self._flush()
+            await self.send(Closed())
+
+    def _is_to_be_handled(self, event: Event) -> bool:
+        match event:
+            case h2.events.RequestReceived(stream_id=int(stream_id)) if self.context.terminated.is_set():
+                with contextlib.suppress(h2.exceptions.ProtocolError):  # The client has closed it in the same breath.
+                    self.connection.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+                return False
+            case h2.events.DataReceived(stream_id=int(stream_id)) if stream_id not in self.streams:
+                # It has used up some of the connection's window, which the other streams need.
+                self.connection.acknowledge_received_data(event.flow_controlled_length or 0, stream_id)
+                return False
+            case h2.events.StreamReset():
+                now_s = trio.current_time()
+                worked_off = (now_s - self._last_reset_s) * RESETS_PER_S
+                self._num_resets = max(0.0, self._num_resets - worked_off) + 1
+                self._last_reset_s = now_s
+                return True
+            case _:
+                return True
 
 
 class _BoundedBuffer(StreamBuffer):
-    """Lets its handler go on when little is left in it, and not before."""
+    """Lets its handler go on when little is left in it, and not before.
+
+    Hypercorn's lets it go on after every piece that it takes *out*, also after none: with a closed window it takes out
+    nothing on every write, so a handler whose client reads nothing filled memory at 500 MB a second.
+    """
 
     async def push(self, data: bytes) -> None:
         if self._complete:

@@ -2,22 +2,28 @@
 
 import ssl
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import TypeVar
 
 import h2.config
 import h2.connection
+import h2.errors
 import h2.events
 import pytest
 import trio
+import trio.lowlevel
 from quart import request, websocket
 from quart_trio import QuartTrio
 from trio.testing import wait_all_tasks_blocked
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import AcceptConnection, CloseConnection, Event, Request, TextMessage
 
+from trioengine.server.http2 import MAX_RESETS
 from trioengine.server.serving import ServerConfig
 from trioengine.testing.http_server import RunningServer, open_server
 from trioengine.testing.raw_http import RawHttpClient, open_raw_http
+
+E = TypeVar("E", bound=h2.events.Event)
 
 
 def make_app() -> QuartTrio:
@@ -188,6 +194,21 @@ class Http2Client:
             await self.flush()
         return b""
 
+    async def read_event(self, kind: type[E]) -> E:
+        """The next event of this kind."""
+        while data := await self._receive():
+            for event in self.protocol.receive_data(data):
+                if isinstance(event, kind):
+                    return event
+        raise AssertionError(f"the connection has ended without {kind.__name__}")
+
+    async def wait_for_window(self, stream_id: int, num_bytes: int) -> None:
+        """Until the server lets so much through; it must let the connection go on."""
+        while self.protocol.local_flow_control_window(stream_id) < num_bytes:
+            data = await self._receive()
+            assert data
+            self.protocol.receive_data(data)
+
     async def wait_for_end(self) -> bool:
         while await self._receive():
             pass
@@ -278,6 +299,71 @@ async def test_http2_data_after_an_early_413_ends_at_most_this_connection() -> N
         client.protocol.send_data(1, bytes(5000))
         await client.flush()
         await wait_all_tasks_blocked()
+
+
+async def test_http2_data_after_an_early_413_leaves_the_other_streams_of_its_connection_alone() -> None:
+    """As much as the connection's window lets through, so that it must be given back."""
+    async with open_tls_server(http2=True) as server, open_tls(server.url, alpn=["h2"]) as stream:
+        client = Http2Client(stream)
+        for stream_id in (1, 3, 5):
+            await client.send_headers(stream_id, b"POST", b"/length", (b"content-length", b"100000"))
+            assert await client.read_status(stream_id) == b"413"
+            for _ in range(2):
+                await client.wait_for_window(stream_id, 15_000)
+                client.protocol.send_data(stream_id, bytes(15_000))
+                await client.flush()
+        await client.send_headers(7, b"POST", b"/length", (b"content-length", b"900"))
+        client.protocol.send_data(7, bytes(900), end_stream=True)
+        await client.flush()
+        assert await client.read_status(7) == b"200"
+
+
+async def test_http2_streams_that_come_while_the_server_drains_are_refused() -> None:
+    """With the code that says that nothing was done, so that clients try again elsewhere."""
+    release = trio.Event()
+
+    async def wait(scope, receive, send) -> None:
+        assert scope["type"] == "http"
+        await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
+    async with (
+        open_server(wait, ServerConfig(port=0, http2=True, shutdown_timeout_s=1000), tls=tls) as server,
+        open_tls(server.url, alpn=["h2"]) as stream,
+    ):
+        client = Http2Client(stream)
+        await client.send_headers(1, b"GET", b"/")
+        await wait_all_tasks_blocked()
+        server.shutdown.set()
+        await wait_all_tasks_blocked()
+        await client.send_headers(3, b"GET", b"/")
+        reset = await client.read_event(h2.events.StreamReset)
+        assert (reset.stream_id, reset.error_code) == (3, h2.errors.ErrorCodes.REFUSED_STREAM)
+        release.set()
+        assert await client.read_status(1) == b"200"
+        await server.stopped.wait()
+
+
+async def test_a_client_that_resets_streams_as_fast_as_it_opens_them_is_cut_off() -> None:
+    """CVE-2023-44487."""
+    async with (
+        open_tls_server(http2=True) as server,
+        check_http2_bystander(server),
+        open_tls(server.url, alpn=["h2"]) as stream,
+    ):
+        client = Http2Client(stream)
+        num_opened = 0
+        with suppress(trio.BrokenResourceError):
+            while num_opened < 20 * MAX_RESETS:
+                await client.send_headers(2 * num_opened + 1, b"GET", b"/health")
+                client.protocol.reset_stream(2 * num_opened + 1)
+                num_opened += 1
+                await client.flush()
+                await trio.lowlevel.checkpoint()
+        assert await client.wait_for_end()
+        assert num_opened < 20 * MAX_RESETS
 
 
 async def test_a_path_that_is_not_ascii_ends_at_most_this_connection() -> None:
