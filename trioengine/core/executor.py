@@ -273,8 +273,8 @@ class Executor(Protocol):
         ...
 
     def prepare_weights(self) -> None:
-        """Make a model with the new weights that are kept. The weights are awake. May be called by another thread, as
-        it is slow; steps go on meanwhile as always.
+        """Make a model with the new weights that are kept. May be called by another thread, as it is slow; all goes on
+        meanwhile as always.
 
         Raises:
             CheckpointError: the model's files are gone, or not what they were.
@@ -283,7 +283,8 @@ class Executor(Protocol):
         ...
 
     def apply_weights(self) -> None:
-        """Compute with the model that was prepared, in all steps that are submitted from now on."""
+        """Compute with the model that was prepared, in all steps that are submitted from now on. The weights are
+        awake."""
         ...
 
     def start_profile(self, prefix: str | None) -> None:

@@ -206,7 +206,6 @@ class FakeExecutor:
     def prepare_weights(self) -> None:
         """As `Executor.prepare_weights`."""
         assert self._staged_weight is not None, "no new weights"
-        assert "weights" not in self._asleep, "asleep"
         if self.prepare_error is not None:
             raise self.prepare_error
         self._prepared_weight = self._staged_weight

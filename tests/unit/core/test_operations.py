@@ -1,15 +1,23 @@
 """Operations: each is seen through the core, by what requests and the executor then do."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import attrs
 import pytest
 
-from trioengine.errors import EngineGenerateError, RequestError
+from trioengine.core.background import Job
+from trioengine.errors import EngineGenerateError, RequestError, UnavailableError
 from trioengine.testing.core_driver import CoreDriver, make_core_config, make_core_request
-from trioengine.testing.fake_executor import generate_alone
+from trioengine.testing.fake_executor import generate_alone, new_weight
 from trioengine.types.messages import (
+    Call,
+    CollectiveRPC,
     Finished,
+    FinishWeightUpdate,
     GetKVCacheEvents,
     GetStats,
+    InitWeightTransfer,
     IsPaused,
     IsSleeping,
     PauseGeneration,
@@ -17,9 +25,14 @@ from trioengine.types.messages import (
     ResetPrefixCache,
     ResumeGeneration,
     Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
     WakeUp,
 )
 from trioengine.types.output import FinishReason
+
+R = TypeVar("R")
 
 CACHING = attrs.evolve(make_core_config(), enable_prefix_caching=True)
 AHEAD = attrs.evolve(make_core_config(), async_scheduling=True)
@@ -292,3 +305,203 @@ def test_events_tell_what_can_be_found() -> None:
     driver.run()
     events = driver.call(GetKVCacheEvents(after=0))
     assert events.last == len(events.events) == 1
+
+
+# Operations on the worker's side
+
+
+def test_new_weights_count_from_the_finish_on() -> None:
+    """Cached prefixes are forgotten, a running request goes on with its keys and values, and output says so once."""
+    driver = CoreDriver(CACHING)
+    first = driver.add(make_core_request(0, PROMPT, max_tokens=2))
+    driver.run()
+    assert first.tokens == ALONE[:2]
+    driver.call(InitWeightTransfer())
+    driver.call(UpdateWeights((new_weight(3),)))
+    driver.call(UpdateWeights((new_weight(7),)))
+    unchanged = driver.add(make_core_request(0, PROMPT, max_tokens=2))
+    driver.run()
+    assert (unchanged.tokens, unchanged.num_cached_tokens) == (ALONE[:2], 4)
+    running = driver.add(make_core_request(1, PROMPT, max_tokens=6))
+    driver.step()
+    driver.take_all()
+    assert {output.weight_version for output in driver.outputs} == {None}
+    assert driver.call(FinishWeightUpdate()) == "1"
+    after = driver.add(make_core_request(0, PROMPT, max_tokens=2))
+    driver.run()
+    assert after.num_cached_tokens == 0
+    assert after.tokens == generate_alone(PROMPT, 2, vocab_size=1000, weight=7)
+    assert running.tokens[0] == ALONE[0]
+    assert len(running.tokens) == 6
+    assert [output.weight_version for output in driver.outputs].count("1") == 1
+    again = driver.add(make_core_request(0, PROMPT, max_tokens=2))
+    driver.run()
+    assert again.num_cached_tokens == 4, "what has the new weights is cached again"
+
+
+def test_a_preempted_request_is_computed_anew_with_the_new_weights() -> None:
+    """So is one that waits since before the update: neither finds blocks of the old weights."""
+    driver = CoreDriver(attrs.evolve(CACHING, max_num_seqs=1))
+    answers = [driver.add(make_core_request(slot, PROMPT, max_tokens=4)) for slot in range(2)]
+    driver.step()
+    driver.take_all()
+    driver.call(InitWeightTransfer())
+    driver.call(UpdateWeights((new_weight(7),)))
+    driver.call(FinishWeightUpdate())
+    driver.core.scheduler.preempt_all()
+    driver.run()
+    assert answers[0].tokens[:1] == ALONE[:1]
+    assert answers[1].tokens == generate_alone(PROMPT, 4, vocab_size=1000, weight=7)
+
+
+def test_output_of_steps_in_flight_is_of_the_old_weights() -> None:
+    """The reply to the finish waits for them, and the first output of new weights carries the version."""
+    driver = CoreDriver(AHEAD)
+    answer = driver.add(make_core_request(0, PROMPT, max_tokens=6))
+    driver.step()
+    driver.step()
+    driver.take_all()
+    driver.call(InitWeightTransfer())
+    driver.call(UpdateWeights((new_weight(7),)))
+    call = FinishWeightUpdate("release 2")
+    assert driver.begin_call(call) is None
+    num_outputs = len(driver.outputs)
+    driver.run()
+    (reply,) = driver.replies
+    assert driver.value_of(call, reply) == "release 2"
+    versions = [output.weight_version for output in driver.outputs[num_outputs:]]
+    assert versions[:2] == [None, "release 2"]
+    assert versions.count("release 2") == 1
+    assert answer.tokens[:2] == ALONE[:2]
+    assert answer.tokens[2] != ALONE[2]
+
+
+def test_weights_by_file() -> None:
+    driver = CoreDriver()
+    driver.call(InitWeightTransfer("file"))
+    driver.call(UpdateWeights(path="/a"))
+    driver.call(FinishWeightUpdate())
+    answer = driver.add(make_core_request(0, PROMPT, max_tokens=2))
+    driver.run()
+    assert answer.tokens == generate_alone(PROMPT, 2, vocab_size=1000, weight=2)
+
+
+def test_calls_of_a_transfer_have_an_order() -> None:
+    """What is out of place is refused, and what came before it still counts; a new beginning forgets it."""
+    driver, tensor = CoreDriver(), new_weight(7)
+
+    def refusal(call: Call[object]) -> str:
+        with pytest.raises(RequestError) as caught:
+            driver.call(call)
+        return caught.value.message
+
+    assert "init_weight_transfer" in refusal(UpdateWeights((tensor,)))
+    assert "init_weight_transfer" in refusal(FinishWeightUpdate())
+    assert "method" in refusal(InitWeightTransfer("nccl"))
+    driver.call(InitWeightTransfer())
+    assert "No weights" in refusal(FinishWeightUpdate())
+    for wrong in (UpdateWeights(), UpdateWeights(path="/a"), UpdateWeights((tensor,), "/a")):
+        assert "by message" in refusal(wrong)
+    assert "wrong" in refusal(UpdateWeights((attrs.evolve(tensor, name="wrong"),)))
+    assert "No weights" in refusal(FinishWeightUpdate())
+    driver.call(UpdateWeights((tensor,)))
+    for version in ("", "x" * 201):
+        assert "weight_version" in refusal(FinishWeightUpdate(version))
+    driver.call(InitWeightTransfer("file"))
+    assert "No weights" in refusal(FinishWeightUpdate())
+    for wrong in (UpdateWeights(), UpdateWeights((tensor,)), UpdateWeights((tensor,), "/a")):
+        assert "by file" in refusal(wrong)
+    driver.call(UpdateWeights(path="/a"))
+    assert driver.call(FinishWeightUpdate()) == "1"
+    assert "No weights" in refusal(FinishWeightUpdate())
+    driver.call(UpdateWeights(path="/b"))
+    assert driver.call(FinishWeightUpdate()) == "2"
+
+
+def test_an_update_that_cannot_be_finished_may_be_finished_later() -> None:
+    """Without memory, and while the weights sleep."""
+    driver = CoreDriver()
+    driver.call(InitWeightTransfer())
+    driver.call(UpdateWeights((new_weight(7),)))
+    driver.executor.prepare_error = UnavailableError("There is no memory.")
+    with pytest.raises(UnavailableError, match="no memory"):
+        driver.call(FinishWeightUpdate())
+    driver.executor.prepare_error = None
+    driver.call(Sleep(2))
+    with pytest.raises(UnavailableError, match="asleep"):
+        driver.call(FinishWeightUpdate())
+    driver.call(WakeUp(("weights",)))
+    assert driver.call(FinishWeightUpdate()) == "1"
+    driver.call(WakeUp())
+    answer = driver.add(make_core_request(0, PROMPT, max_tokens=2))
+    driver.run()
+    assert answer.tokens == generate_alone(PROMPT, 2, vocab_size=1000, weight=7)
+
+
+class Worker:
+    """Does the core's slow work when a test says so."""
+
+    def __init__(self, driver: CoreDriver) -> None:
+        self._jobs: list[Job[Any]] = []
+        driver.core.background.start = self.start  # type: ignore[method-assign]
+
+    def start(self, work: Callable[[], R]) -> Job[R]:
+        self._jobs.append(job := Job(work))
+        return job
+
+    def work(self) -> None:
+        self._jobs.pop(0).run()
+
+
+def test_steps_go_on_while_a_model_is_made() -> None:
+    """Nothing changes until it is there; no other call of the transfer comes between, and a sleep makes it fail."""
+    driver, answered = running()
+    worker, call = Worker(driver), FinishWeightUpdate()
+    driver.call(InitWeightTransfer())
+    update = UpdateWeights((new_weight(7),))
+    assert driver.begin_call(update) is None
+    for early in (update, call, InitWeightTransfer()):
+        with pytest.raises(RequestError, match="not answered"):
+            driver.call(early)
+    worker.work()
+    driver.step()
+    driver.take_all()
+    assert driver.value_of(update, driver.replies.pop()) is None
+    assert driver.begin_call(call) is None
+    driver.run()
+    assert answered == ALONE
+    assert driver.replies == []
+    driver.call(Sleep(2))
+    worker.work()
+    driver.core.poll()
+    driver.take_all()
+    with pytest.raises(UnavailableError, match="asleep"):
+        driver.value_of(call, driver.replies.pop())
+    driver.call(WakeUp())
+    assert driver.begin_call(call) is None
+    worker.work()
+    driver.core.poll()
+    driver.take_all()
+    assert driver.value_of(call, driver.replies.pop()) == "1"
+
+
+def test_profiles_have_names_that_stay_in_their_folder() -> None:
+    driver = CoreDriver()
+    with pytest.raises(RequestError):
+        driver.call(StopProfile())
+    for prefix in ("", "../x", "a/b", ".hidden", "a\0", "a b", "x" * 101, "ä"):
+        with pytest.raises(RequestError) as caught:
+            driver.call(StartProfile(prefix))
+        assert caught.value.param == "prefix"
+    driver.call(StartProfile("a-b_c.1"))
+    with pytest.raises(RequestError):
+        driver.call(StartProfile())
+    assert driver.call(StopProfile()) == "a-b_c.1.json"
+    driver.call(StartProfile())
+
+
+def test_collective_rpc_reaches_the_workers() -> None:
+    driver = CoreDriver()
+    assert driver.call(CollectiveRPC("echo", '{"a": 1}')) == ('{"a": 1}',)
+    with pytest.raises(RequestError, match="nonsense"):
+        driver.call(CollectiveRPC("nonsense"))
