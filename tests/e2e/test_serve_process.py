@@ -101,7 +101,7 @@ def test_a_signal_stops_an_idle_server_and_its_core(stop_signal: signal.Signals)
 
 
 async def test_a_signal_drains_and_a_second_one_stops_now() -> None:
-    """The stream that runs goes on after the first signal; the second ends it."""
+    """Case 15 (vllm 24885): the stream that runs goes on after the first signal; the second ends it."""
     with served_process() as served:
         core_pids = served.core_pids()
         async with open_raw_http(served.url) as client:

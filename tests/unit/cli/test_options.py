@@ -42,6 +42,30 @@ def test_a_section_in_a_section_is_json() -> None:
     assert engine_config_from(parse("--speculative-config", text)) == EngineConfig(speculative_config=speculation)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--allowed-hosts", "a.example", "--allowed-hosts", "[::1]"],
+        ["--allowed-hosts", '["a.example", "[::1]"]'],
+        ["--allowed-hosts", '["a.example"]', "--allowed-hosts", "[::1]"],
+    ],
+)
+def test_a_list_is_an_option_several_times_or_json(words: list[str]) -> None:
+    assert section_from(parse(*words), ServerConfig) == ServerConfig(allowed_hosts=("a.example", "[::1]"))
+
+
+@pytest.mark.parametrize("value", ['["a.example", 3]', '[["a"]]', "a/b"])
+def test_members_that_cannot_work_are_an_error_of_the_list(value: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_hosts"):
+        section_from(parse("--allowed-hosts", value), ServerConfig)
+
+
+def test_a_model_after_a_list_is_no_member_of_it() -> None:
+    arguments = parse("--api-key", "secret", "some.gguf")
+    assert section_from(arguments, ServerConfig).api_key == ("secret",)
+    assert engine_config_from(arguments).model == "some.gguf"
+
+
 def test_the_model_is_an_argument_or_an_option() -> None:
     assert engine_config_from(parse("some.gguf")).model == "some.gguf"
     assert engine_config_from(parse("--model", "some.gguf")).model == "some.gguf"
