@@ -35,4 +35,4 @@ def test_what_can_be_quantized_comes_back(kind: str) -> None:
 def test_other_types_are_not_known() -> None:
     assert not can_quantize(GGMLType.Q6_K)
     assert not can_quantize(GGMLType.I32)
-    assert np.isnan(dequantize(GGUFTensor("x", GGMLType.BF16, (1,), quantize(np.float32([np.nan]), GGMLType.BF16))))
+    assert np.isnan(dequantize(GGUFTensor("x", GGMLType.BF16, (1,), quantize(np.array([np.nan], np.float32), GGMLType.BF16))))
