@@ -25,6 +25,7 @@ SERVER_PACKAGES = ("hypercorn", "quart", "quart_trio")
 
 COMMANDS = {
     "serve": "Serve a model over HTTP, with OpenAI's API.",
+    "core": "Compute for an engine on another machine.",
     "generate": "Continue a prompt, or answer it, on standard output.",
     "chat": "Talk with a model.",
     "models": "List, fetch, show and remove models.",
