@@ -2,6 +2,16 @@
 
 from trioengine.client.engine import Engine, open_engine
 from trioengine.client.interface import EngineClient, OutputStream
+from trioengine.client.session import InputSession, StreamingInput, open_session
 from trioengine.client.stream import RequestStream
 
-__all__ = ["Engine", "EngineClient", "OutputStream", "RequestStream", "open_engine"]
+__all__ = [
+    "Engine",
+    "EngineClient",
+    "InputSession",
+    "OutputStream",
+    "RequestStream",
+    "StreamingInput",
+    "open_engine",
+    "open_session",
+]
