@@ -117,6 +117,7 @@ class Frontend:
         self,
         *,
         num_cores: int = 1,
+        first_rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
         balancer: LoadBalancer | None = None,
         admission: AdmissionLimits | None = None,
@@ -127,12 +128,14 @@ class Frontend:
         """With the options of `EngineConfig`.
 
         Args:
-            num_cores: their ranks are 0 to this.
+            num_cores: here they are numbered from 0.
+            first_rank: the rank of the first, by which statistics name it.
             clock: seconds; deadlines and statistics are of it.
             stat_loggers: none makes no statistics. One that raises is dropped.
             chunk_size: rows of a message handled between two moments at which other tasks may run.
         """
         self._ranks = [_Rank(number) for number in range(num_cores)]
+        self._first_rank = first_rank
         self._clock = clock
         self._balancer = LoadBalancer() if balancer is None else balancer
         self._queue = AdmissionQueue(AdmissionLimits() if admission is None else admission)
@@ -260,7 +263,7 @@ class Frontend:
                 messages.append((rank.number, AbortRequests(tuple(rank.aborted_slots))))
                 rank.aborted_slots = {}
             if rank.ended:
-                self._record(rank, IterationStats(rank.number))
+                self._record(rank, IterationStats(self._first_rank + rank.number))
         return messages
 
     @property
@@ -333,7 +336,7 @@ class Frontend:
                     self._fail(child, error)
             rank.aborted_slots.clear()
             if rank.ended:
-                self._record(rank, IterationStats(rank.number))
+                self._record(rank, IterationStats(self._first_rank + rank.number))
         calls, self._calls = self._calls, {}
         for pending in calls.values():
             pending.on_error(error)
@@ -346,7 +349,7 @@ class Frontend:
             return
         rank.next_sequence += 1
         now_s = self._clock()
-        stats = IterationStats(rank.number, message.stats) if self._stat_loggers else None
+        stats = IterationStats(self._first_rank + rank.number, message.stats) if self._stat_loggers else None
         if message.stats is not None:
             rank.stats, rank.in_flight = message.stats, 0
         self._receive_besides(rank, message, stats)
