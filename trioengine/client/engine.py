@@ -13,6 +13,7 @@ from typing import Generic, TypeVar, cast
 import attrs
 import trio
 
+from trioengine.checkpoint.generation import GenerationDefaults, read_generation_defaults
 from trioengine.checkpoint.locate import ModelLocation
 from trioengine.client.channel import CoalescingChannel
 from trioengine.client.cores import Attachment, check_health, ignore_progress, open_link, start_cores
@@ -49,8 +50,10 @@ class Engine(EngineClient):
         ready: Ready,
         tokenizer: Tokenizer,
         link: CoreLink,
+        generation_defaults: GenerationDefaults | None = None,
     ) -> None:
         self._config = config
+        self._generation_defaults = generation_defaults or GenerationDefaults()
         self._model_name = model_name
         self._ready = ready
         self._tokenizer = tokenizer
@@ -83,6 +86,11 @@ class Engine(EngineClient):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's authors recommend. Nothing here applies it by itself."""
+        return self._generation_defaults
 
     @property
     def input_processor(self) -> InputProcessor:
@@ -214,9 +222,9 @@ async def open_engine(
             core_module=core_module,
             core_options=core_options,
         ) as cores:
-            tokenizer = await trio.to_thread.run_sync(load_tokenizer, cores.model, abandon_on_cancel=True)
+            tokenizer, defaults = await trio.to_thread.run_sync(_read_model, cores.model, abandon_on_cancel=True)
             ready, *_ = await cores.wait_ready(on_progress)
-            yield Engine(config, _model_name(config, cores.model), ready, tokenizer, cores.link)
+            yield Engine(config, _model_name(config, cores.model), ready, tokenizer, cores.link, defaults)
 
 
 @asynccontextmanager
@@ -250,9 +258,14 @@ async def attach_engine(
             stack, config, attachment.model, len(cores), stat_loggers, api_server, Path(attachment.metrics_folder)
         )
         async with open_link(bound.socket, cores, client) as link:
-            tokenizer = await trio.to_thread.run_sync(load_tokenizer, attachment.model, abandon_on_cancel=True)
+            tokenizer, defaults = await trio.to_thread.run_sync(_read_model, attachment.model, abandon_on_cancel=True)
             ready, *_ = await link.wait_ready(ignore_progress, timeout_s=config.startup_timeout_s)
-            yield Engine(config, _model_name(config, attachment.model), ready, tokenizer, link)
+            yield Engine(config, _model_name(config, attachment.model), ready, tokenizer, link, defaults)
+
+
+def _read_model(location: ModelLocation) -> tuple[Tokenizer, GenerationDefaults]:
+    """What a front end reads of the model's files. In a thread."""
+    return load_tokenizer(location), read_generation_defaults(location)
 
 
 def _make_client(
@@ -278,6 +291,7 @@ def _make_client(
         stack.callback(each.close)
     frontend = Frontend(
         num_cores=num_cores,
+        first_rank=config.data_parallel_rank or 0,
         clock=trio.current_time,
         admission=AdmissionLimits(
             max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Protocol
 
+from trioengine.checkpoint.generation import GenerationDefaults
 from trioengine.client.operations import EngineOperations
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError
@@ -70,6 +71,11 @@ class EngineClient(EngineOperations, Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
+        ...
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's authors recommend. Nothing here applies it by itself: the server does, for its requests."""
         ...
 
     @property

@@ -1,12 +1,14 @@
 """The body of `POST /v1/chat/completions`."""
 
 import enum
+import re
 from collections.abc import Mapping
-from typing import cast
+from typing import TypeAlias, cast
 
 import attrs
 from cattrs import Converter, override
 
+from trioengine.errors import RequestError
 from trioengine.openai.protocol import (
     NEUTRAL,
     Neutral,
@@ -17,6 +19,10 @@ from trioengine.openai.protocol import (
     structure_request,
 )
 from trioengine.openai.structured_fields import structured_outputs_of
+
+MAX_TOOLS = 256
+"""As many as there may be structural tags."""
+_FUNCTION_NAME = re.compile(r"[\w.\-/:]{1,128}")
 
 
 class Role(enum.StrEnum):
@@ -36,12 +42,51 @@ class PartType(enum.StrEnum):
     TEXT = "text"
 
 
+class ToolType(enum.StrEnum):
+    """What a tool is."""
+
+    FUNCTION = "function"
+
+
+class ToolChoice(enum.StrEnum):
+    """Whether the answer may, or must, call tools."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@attrs.frozen
+class NamedToolChoice:
+    """The answer is a call of this function."""
+
+    name: str
+
+
 @attrs.frozen
 class TextPart:
     """One part of a message's content."""
 
     type: PartType
     text: str
+
+
+@attrs.frozen
+class FunctionCall:
+    """A call that the assistant made, as a client sends it back."""
+
+    name: str
+    arguments: object = "{}"
+    """The JSON of an object, or the object itself."""
+
+
+@attrs.frozen
+class ToolCall:
+    """One of the calls of an assistant's message."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: ToolType = ToolType.FUNCTION
 
 
 @attrs.frozen
@@ -53,9 +98,37 @@ class Message:
     """The texts of its parts, joined. None where there was none."""
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: object = None
+    """Of the call that a tool's message answers."""
+    tool_calls: tuple[ToolCall, ...] | None = None
+    reasoning_content: str | None = None
+    """What the assistant thought, for templates that show it again."""
+    reasoning: str | None = None
+    """Another name of it."""
     function_call: object = None
     audio: object = None
+
+
+@attrs.frozen
+class FunctionDefinition:
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, object] | None = None
+    """The JSON schema of its arguments. None is none."""
+    strict: bool | None = None
+    """True: the arguments always fit the schema."""
+
+
+@attrs.frozen
+class Tool:
+    """Something that the model may call."""
+
+    function: FunctionDefinition
+    type: ToolType = ToolType.FUNCTION
+
+
+AnyToolChoice: TypeAlias = ToolChoice | NamedToolChoice
 
 
 @attrs.frozen(kw_only=True)
@@ -67,25 +140,45 @@ class ChatCompletionRequest(RequestBody):
     """None is what the context leaves: not `sampling`'s default, which is for completions."""
     max_completion_tokens: int | None = None
     """The newer name of `max_tokens`; counts when both are given."""
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    """For each token, those of so many most likely ones."""
+    tools: tuple[Tool, ...] = ()
+    tool_choice: AnyToolChoice | None = attrs.field(
+        default=None,
+        metadata={"schema": {"anyOf": [{"enum": [choice.value for choice in ToolChoice]}, {"type": "object"}]}},
+    )
+    """None is `auto` where there are tools."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may have several calls."""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on with the last message's text; needs `add_generation_prompt` to be false."""
+    chat_template: str | None = None
+    """In place of the model's own, where the server allows that."""
     chat_template_kwargs: Mapping[str, object] = attrs.field(factory=dict[str, object])
+    documents: tuple[Mapping[str, object], ...] = ()
+    """For templates that show documents to answer from."""
+    reasoning_effort: str | None = None
+    """For templates that know it; `none` is `enable_thinking: false` too."""
+    include_reasoning: bool = True
+    """False leaves the reasoning out of the reply."""
+
+    @property
+    def effective_tool_choice(self) -> AnyToolChoice:
+        """What is to be done about tools."""
+        if not self.tools:
+            return ToolChoice.NONE
+        return ToolChoice.AUTO if self.tool_choice is None else self.tool_choice
 
 
 _NEUTRAL: Neutral = {
     **NEUTRAL,
     "audio": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "web_search_options": (),
 }
 
@@ -97,13 +190,59 @@ def parse_chat_request(body: bytes) -> ChatCompletionRequest:
         RequestError: it holds none, or asks for what cannot be honoured. `param` is the path of the field at fault.
     """
     fields = parse_fields(body, _NEUTRAL)
-    request = structure_request(_CONVERTER, fields, fields, ChatCompletionRequest)
+    # What is a number for `SamplingParams` is a switch here, and has a second field.
+    sampling_fields = {name: value for name, value in fields.items() if name != "logprobs"}
+    request = structure_request(_CONVERTER, fields, sampling_fields, ChatCompletionRequest)
+    _check_tools(request)
     form = structured_outputs_of(fields)
-    return (
-        request
-        if form is None
-        else attrs.evolve(request, sampling=attrs.evolve(request.sampling, structured_outputs=form))
-    )
+    logprobs = _num_logprobs(request)
+    if form is None and logprobs is None:
+        return request
+    return attrs.evolve(request, sampling=attrs.evolve(request.sampling, structured_outputs=form, logprobs=logprobs))
+
+
+def _num_logprobs(request: ChatCompletionRequest) -> int | None:
+    if request.top_logprobs is not None and not request.logprobs and request.top_logprobs != 0:
+        raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    if request.top_logprobs is not None and request.top_logprobs < 0:
+        raise RequestError("top_logprobs must be at least 0.", param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _check_tools(request: ChatCompletionRequest) -> None:
+    names: set[str] = set()
+    if len(request.tools) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(request.tools)}; the limit is {MAX_TOOLS}.", param="tools")
+    for position, tool in enumerate(request.tools):
+        name, path = tool.function.name, f"tools[{position}].function.name"
+        if not _FUNCTION_NAME.fullmatch(name):
+            raise RequestError(
+                f"{path} must be 1 to 128 letters, digits, underscores, dashes, dots, slashes and colons.", param=path
+            )
+        if name in names:
+            raise RequestError(f"{path}: there are two functions called {name}.", param=path)
+        names.add(name)
+    choice = request.tool_choice
+    if choice is ToolChoice.REQUIRED and not names:
+        raise RequestError("tool_choice is required, but there are no tools.", param="tool_choice")
+    if isinstance(choice, NamedToolChoice) and choice.name not in names:
+        raise RequestError(f"tool_choice: there is no tool called {choice.name[:100]}.", param="tool_choice")
+
+
+def _structure_tool_choice(value: object, _: object) -> AnyToolChoice:
+    if isinstance(value, str):
+        if value not in [choice.value for choice in ToolChoice]:
+            raise ValueError("expected 'none', 'auto', 'required' or an object with a function")
+        return ToolChoice(value)
+    if not isinstance(value, dict):
+        raise TypeError("expected 'none', 'auto', 'required' or an object with a function")
+    match cast(dict[str, object], value):
+        case {"type": "function", "function": {"name": str(name)}}:
+            return NamedToolChoice(name)
+        case {"type": "auto" | "none" | "required" as kind}:
+            return ToolChoice(kind)
+        case _:
+            raise ValueError('expected {"type": "function", "function": {"name": "..."}}')
 
 
 def _make_converter() -> Converter:
@@ -117,8 +256,12 @@ def _make_converter() -> Converter:
         return "".join(part.text for part in converter.structure(cast(object, value), tuple[TextPart, ...]))
 
     register_object(converter, TextPart)
+    register_object(converter, FunctionCall)
+    register_object(converter, ToolCall)
     register_object(converter, Message, content=override(struct_hook=structure_content))
-    register_object(converter, ChatCompletionRequest)
+    register_object(converter, FunctionDefinition)
+    register_object(converter, Tool)
+    register_object(converter, ChatCompletionRequest, tool_choice=override(struct_hook=_structure_tool_choice))
     return converter
 
 

@@ -1,7 +1,13 @@
 """Replies of `/v1/chat/completions`, streamed and whole."""
 
-from trioengine.openai.sse import ChunkShape, EventStream, ReplyHead, finish_fields, usage_fields, whole_reply
-from trioengine.types.output import RequestOutput
+import json
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from trioengine.openai.chat_answer import AnswerDelta, AnswerReader, CallDelta, ChatForm
+from trioengine.openai.sse import NULL, ChunkShape, EventStream, ReplyHead, finish_fields, usage_fields, whole_reply
+from trioengine.types.output import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
 
 _CHUNK = ChunkShape(
     object="chat.completion.chunk",
@@ -9,26 +15,153 @@ _CHUNK = ChunkShape(
     before_text=b'"delta":{"content":',
     after_text=b"}",
 )
+_TOOL_CALLS = "tool_calls"
 
 
-def chat_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:
+@attrs.define
+class _Choice:
+    """A choice of a stream that is not plain text."""
+
+    reader: AnswerReader
+    has_begun: bool = False
+    logprobs: list[Mapping[str, object]] = attrs.field(factory=list[Mapping[str, object]])
+    """Of tokens whose text is held back."""
+
+
+class ChatEvents(EventStream):
     """A stream of chat chunks. The first chunk of each choice has the role."""
-    return EventStream(head, _CHUNK, include_usage=include_usage)
+
+    def __init__(self, head: ReplyHead, form: ChatForm) -> None:
+        """Prepare what all chunks share."""
+        super().__init__(head, _CHUNK, include_usage=form.include_usage, continuous_usage=form.continuous_usage)
+        self._form = form
+        self._is_plain = form.is_plain
+        self._choices: dict[int, _Choice] = {}
+
+    def choice_events(self, choice: CompletionOutput, output: RequestOutput) -> bytes:
+        if self._is_plain:
+            return super().choice_events(choice, output)
+        state = self._choices.get(choice.index)
+        if state is None:
+            state = _Choice(AnswerReader(self._form, output.prompt_token_ids))
+            self._choices[choice.index] = state
+        is_last = choice.finish_reason is not None
+        delta = state.reader.feed(choice.text, choice.token_ids, is_last=is_last)
+        if choice.logprobs:
+            state.logprobs += map(_logprob_fields, choice.logprobs)
+        if not is_last and not delta.has_news:
+            return b""
+        fields: dict[str, object] = {} if state.has_begun else {"role": "assistant"}
+        state.has_begun = True
+        fields |= _delta_fields(delta, is_first="role" in fields)
+        logprobs = _dumps({"content": state.logprobs, "refusal": None}) if state.logprobs else NULL
+        state.logprobs = []
+        finish = _finish_fields(choice, has_calls=state.reader.has_calls) if is_last else None
+        return self.begin_chunk(choice.index) + b'"delta":' + _dumps(fields) + self.end_chunk(logprobs, finish)
+
+    def usage(self, output: RequestOutput) -> Mapping[str, object]:
+        if self._form.reasoning_parser is None:
+            return usage_fields(output)
+        num_tokens = sum(choice.reader.num_reasoning_tokens for choice in self._choices.values())
+        return _usage_fields(output, num_tokens)
 
 
-def chat_reply(head: ReplyHead, output: RequestOutput) -> bytes:
+def chat_reply(head: ReplyHead, form: ChatForm, output: RequestOutput) -> bytes:
     """The whole reply, from the output that has everything."""
-    return whole_reply(
-        head,
-        "chat.completion",
-        [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
-                **finish_fields(choice),
+    readers = [AnswerReader(form, output.prompt_token_ids) for _ in output.outputs]
+    choices = [_whole_choice(form, reader, choice) for reader, choice in zip(readers, output.outputs, strict=True)]
+    usage = usage_fields(output)
+    if form.reasoning_parser is not None:
+        usage = _usage_fields(output, sum(reader.num_reasoning_tokens for reader in readers))
+    more = {"prompt_logprobs": _prompt_logprobs(output)} if form.has_prompt_logprobs else {}
+    return whole_reply(head, "chat.completion", choices, usage, **more)
+
+
+def _whole_choice(form: ChatForm, reader: AnswerReader, choice: CompletionOutput) -> Mapping[str, object]:
+    answer = reader.feed(choice.text, choice.token_ids, is_last=True)
+    has_text = bool(answer.text) or not (answer.calls or answer.reasoning)
+    message: dict[str, object] = {
+        "role": "assistant",
+        "content": answer.text if has_text else None,
+        "refusal": None,
+    }
+    if answer.calls:
+        message[_TOOL_CALLS] = [_call_fields(call, has_index=False) for call in answer.calls]
+    if form.reasoning_parser is not None and form.shows_reasoning:
+        message |= _reasoning_fields(answer.reasoning or None)
+    logprobs = None
+    if form.has_logprobs:
+        logprobs = {"content": [_logprob_fields(entry) for entry in choice.logprobs or ()], "refusal": None}
+    return {
+        "index": choice.index,
+        "message": message,
+        "logprobs": logprobs,
+        **_finish_fields(choice, has_calls=reader.has_calls),
+    }
+
+
+def _delta_fields(delta: AnswerDelta, *, is_first: bool) -> Mapping[str, object]:
+    fields: dict[str, object] = {}
+    if delta.text or (is_first and not delta.calls):
+        fields["content"] = delta.text
+    if delta.reasoning:
+        fields |= _reasoning_fields(delta.reasoning)
+    if delta.calls:
+        fields[_TOOL_CALLS] = [_call_fields(call, has_index=True) for call in delta.calls]
+    return fields
+
+
+def _reasoning_fields(reasoning: str | None) -> Mapping[str, object]:
+    """By both names that clients know."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
+def _call_fields(call: CallDelta, *, has_index: bool) -> Mapping[str, object]:
+    index: dict[str, object] = {"index": call.index} if has_index else {}
+    if call.id is None:
+        return {**index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {**index, "id": call.id, "type": "function", "function": function}
+
+
+def _finish_fields(choice: CompletionOutput, *, has_calls: bool) -> Mapping[str, object]:
+    fields = finish_fields(choice)
+    is_calls = has_calls and choice.finish_reason is FinishReason.STOP
+    return {**fields, "finish_reason": _TOOL_CALLS} if is_calls else fields
+
+
+def _logprob_fields(entry: PositionLogprobs) -> Mapping[str, object]:
+    return {**_token_fields(entry.chosen), "top_logprobs": [_token_fields(token) for token in entry.top]}
+
+
+def _token_fields(token: Logprob) -> Mapping[str, object]:
+    return {
+        "token": token.token_bytes.decode(errors="replace"),
+        "logprob": token.logprob,
+        "bytes": list(token.token_bytes),
+    }
+
+
+def _prompt_logprobs(output: RequestOutput) -> Sequence[Mapping[str, object] | None]:
+    """As vLLM has them: for each token of the prompt the log probabilities at its place, by token id."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token.token_id): {
+                "logprob": token.logprob,
+                "rank": token.rank,
+                "decoded_token": token.token_bytes.decode(errors="replace"),
             }
-            for choice in output.outputs
-        ],
-        usage_fields(output),
-    )
+            for token in (entry.chosen, *entry.top)
+        }
+        for entry in output.prompt_logprobs or ()
+    ]
+
+
+def _usage_fields(output: RequestOutput, num_reasoning_tokens: int) -> Mapping[str, object]:
+    return {**usage_fields(output), "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
+
+
+def _dumps(value: Mapping[str, object]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,44 +1,125 @@
 """From a chat request to the engine's."""
 
+from collections.abc import Mapping
+
+import attrs
+
 from trioengine.errors import RequestError
-from trioengine.openai.chat_protocol import ChatCompletionRequest, Message, Role
-from trioengine.openai.translate import generate_request
+from trioengine.openai.chat_protocol import ChatCompletionRequest, FunctionDefinition, Message, Role, ToolCall
+from trioengine.openai.chat_settings import ChatSettings
+from trioengine.openai.reasoning import thinking_kwargs
+from trioengine.openai.tool_plan import ToolPlan, tool_plan
+from trioengine.openai.translate import generate_request, with_generation_defaults
+from trioengine.tokenizer.chat_template import parse_arguments
 from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest
 
+_NO_EFFORT = "none"
 
-def chat_to_generate(request: ChatCompletionRequest, request_id: str) -> GenerateRequest:
-    """The request to the engine that this chat request means.
+
+@attrs.frozen
+class ChatPlan:
+    """A chat request as the engine gets it, and how its answer is read."""
+
+    generate_request: GenerateRequest
+    tools: ToolPlan
+
+
+def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: ChatSettings) -> ChatPlan:
+    """What this chat request means for the engine.
 
     Raises:
-        RequestError: `messages` or the limit of tokens make no sense.
+        RequestError: `messages`, `tools`, the form of the answer or the limit of tokens make no sense.
     """
-    if not request.messages:
-        raise RequestError("messages is empty.", param="messages")
-    prompt = ChatPrompt(
-        messages=[_chat_message(position, message) for position, message in enumerate(request.messages)],
-        add_generation_prompt=request.add_generation_prompt,
-        template_kwargs=request.chat_template_kwargs,
-    )
+    request = with_generation_defaults(request, settings.generation_defaults)
+    plan = tool_plan(request, settings.markup)
+    prompt = chat_prompt(request, allows_chat_template=settings.allows_chat_template)
     limit = request.max_tokens
     if request.max_completion_tokens is not None:
         limit = request.max_completion_tokens
         if limit < 1:
             raise RequestError("max_completion_tokens must be at least 1.", param="max_completion_tokens")
-    return generate_request(request, prompt, request_id, limit)
+    if limit is None:
+        limit = settings.generation_defaults.max_tokens
+    sampling = attrs.evolve(request.sampling, structured_outputs=plan.form)
+    if plan.names or settings.reasoning_parser is not None:
+        # Markers may be control tokens, which are text for whoever looks for them.
+        sampling = attrs.evolve(sampling, skip_special_tokens=False)
+    reasoning_kwargs = request.reasoning_parser_kwargs or thinking_kwargs(prompt.template_kwargs)
+    changed = attrs.evolve(request, sampling=sampling, reasoning_parser_kwargs=reasoning_kwargs)
+    return ChatPlan(generate_request(changed, prompt, request_id, limit), plan)
+
+
+def chat_prompt(request: ChatCompletionRequest, *, allows_chat_template: bool) -> ChatPrompt:
+    """The conversation of a request, with its tools, as the chat template gets it.
+
+    Raises:
+        RequestError: naming the message or the field at fault.
+    """
+    if not request.messages:
+        raise RequestError("messages is empty.", param="messages")
+    if request.chat_template is not None and not allows_chat_template:
+        raise RequestError("chat_template: this server takes no template of a request.", param="chat_template")
+    return ChatPrompt(
+        messages=[_chat_message(position, message) for position, message in enumerate(request.messages)],
+        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        template_kwargs=_template_kwargs(request),
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
+    )
+
+
+def _template_kwargs(request: ChatCompletionRequest) -> Mapping[str, object]:
+    kwargs: dict[str, object] = {}
+    # Without a choice there is nothing to choose from.
+    if request.effective_tool_choice != "none":
+        kwargs["tools"] = [{"type": tool.type.value, "function": _function(tool.function)} for tool in request.tools]
+    if request.documents:
+        kwargs["documents"] = list(request.documents)
+    if request.reasoning_effort is not None:
+        kwargs["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == _NO_EFFORT:
+            kwargs["enable_thinking"] = False
+    return {**kwargs, **request.chat_template_kwargs}
+
+
+def _function(function: FunctionDefinition) -> Mapping[str, object]:
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _chat_message(position: int, message: Message) -> ChatMessage:
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if getattr(message, name):
             path = f"messages[{position}].{name}"
             raise RequestError(f"{path} is not supported by this server.", param=path)
     if message.content is None and message.role is not Role.ASSISTANT:
         path = f"messages[{position}].content"
         raise RequestError(f"{path} is required in a message of role {message.role}.", param=path)
-    role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
-    fields: dict[str, object] = {"role": role.value, "content": message.content or ""}
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
+    # A template that does not know "developer" gets "system" instead; the tokenizer's side sees to that.
+    fields: dict[str, object] = {"role": message.role.value, "content": message.content or ""}
+    if message.tool_calls:
+        if message.role is not Role.ASSISTANT:
+            path = f"messages[{position}].tool_calls"
+            raise RequestError(f"{path}: only the assistant calls tools.", param=path)
+        fields["tool_calls"] = [
+            _tool_call(call, f"messages[{position}].tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
+    reasoning = message.reasoning_content or message.reasoning
+    for name, value in (
+        ("name", message.name),
+        ("tool_call_id", message.tool_call_id),
+        ("reasoning_content", reasoning),
+    ):
+        if value is not None:
+            fields[name] = value
     return fields
+
+
+def _tool_call(call: ToolCall, path: str) -> Mapping[str, object]:
+    arguments = parse_arguments(call.function.arguments, f"{path}.function.arguments")
+    fields: dict[str, object] = {
+        "type": call.type.value,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+    return fields if call.id is None else {"id": call.id, **fields}

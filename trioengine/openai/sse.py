@@ -89,8 +89,13 @@ class EventStream:
     def choice_events(self, choice: CompletionOutput, output: RequestOutput) -> bytes:
         """The events of one choice of an output."""
         del output
-        if not choice.text and choice.finish_reason is None:
-            return b""
+        if choice.finish_reason is None:
+            if not choice.text:
+                return b""
+            before_text = self._before_text.get(choice.index)
+            if before_text is not None:
+                # Nearly all chunks are like this one.
+                return before_text + encode_basestring_ascii(choice.text).encode() + self._after_text
         return self.text_chunk(choice.index, choice.text, finish=choice if choice.finish_reason is not None else None)
 
     def usage(self, output: RequestOutput) -> Mapping[str, object]:

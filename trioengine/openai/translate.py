@@ -1,10 +1,11 @@
 """From the wire's requests to the engine's, what both kinds share: pure, so that every rule is a one-line test."""
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import attrs
 
+from trioengine.checkpoint.generation import GenerationDefaults
 from trioengine.errors import ModelNotFoundError, RequestError
 from trioengine.openai.protocol import RequestBody
 from trioengine.types.params import RequestOutputKind, SamplingParams
@@ -62,6 +63,24 @@ def unknown_fields_warning(request: UnknownFields) -> tuple[str, ...]:
         return ()
     names = ", ".join(ascii(name)[1:-1] for name in request.unknown_fields)
     return (f"fields without effect: {names}",)
+
+
+B = TypeVar("B", bound=RequestBody)
+
+
+def with_generation_defaults(request: B, defaults: GenerationDefaults) -> B:
+    """The request with what the model's authors recommend where it leaves something out.
+
+    A limit of tokens is filled in for chats only: completions have one of their own.
+    """
+    found = {
+        field.name: value
+        for field in attrs.fields(GenerationDefaults)
+        if field.name != "max_tokens"
+        and field.name not in request.given_fields
+        and (value := getattr(defaults, field.name)) is not None
+    }
+    return attrs.evolve(request, sampling=attrs.evolve(request.sampling, **found)) if found else request
 
 
 def generate_request(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import attrs
 import trio
 
+from trioengine.checkpoint.generation import GenerationDefaults
 from trioengine.client.interface import EngineClient
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import (
@@ -23,7 +24,7 @@ from trioengine.errors import (
 )
 from trioengine.frontend.input_processor import InputProcessor
 from trioengine.frontend.renderer import Renderer
-from trioengine.tokenizer.tokenizer import Tokenizer
+from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.messages import (
     AddLoRA,
     Call,
@@ -190,6 +191,8 @@ class FakeEngine(EngineClient):
     model_name: str = "fake-model"  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     model_config: ModelFacts = attrs.field(factory=lambda: ModelFacts(2048, 1000, (2,)))  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     config: EngineConfig = attrs.field(factory=EngineConfig)  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    generation_defaults: GenerationDefaults = attrs.field(factory=GenerationDefaults)  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    tokenizer: FakeTokenizer = attrs.field(factory=FakeTokenizer)  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     load: CoreLoad = attrs.field(factory=lambda: CoreLoad(running=0, waiting=0, free_blocks=10, total_blocks=10))
     core: FakeCoreState = attrs.field(factory=FakeCoreState)
     requests: list[GenerateRequest] = attrs.field(factory=list[GenerateRequest])
@@ -205,19 +208,14 @@ class FakeEngine(EngineClient):
     """Set whenever no request is live any more; a request that is entered replaces it."""
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Not there: whoever needs one needs more than this fake."""
-        raise NotImplementedError("the fake engine has no tokenizer")
-
-    @property
     def input_processor(self) -> InputProcessor:
-        """Not there, as the tokenizer."""
-        raise NotImplementedError("the fake engine has no tokenizer")
+        """A real one. `generate` does without it, as the reply has nothing to do with the prompt."""
+        return InputProcessor(self.tokenizer, self.model_config)
 
     @property
     def renderer(self) -> Renderer:
-        """Not there, as the tokenizer."""
-        raise NotImplementedError("the fake engine has no tokenizer")
+        """A real one."""
+        return self.input_processor.renderer
 
     def generate(self, request: GenerateRequest) -> "FakeOutputStream":
         """A stream of the scripted reply."""

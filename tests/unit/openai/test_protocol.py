@@ -130,14 +130,11 @@ def test_the_number_of_answers_is_the_samplings(n: int) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"functions": [{"name": "f"}]},
-        {"logprobs": True},
         {"top_logprobs": 5},
         {"best_of": 2},
         {"echo": True},
-        {"continue_final_message": True},
         {"modalities": ["text", "audio"]},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -153,7 +150,6 @@ def test_neutral_values_of_unsupported_fields_are_fine() -> None:
     """They ask for nothing."""
     neutral = {
         "tools": [],
-        "tool_choice": "none",
         "response_format": {"type": "text"},
         "logprobs": False,
         "echo": False,

@@ -11,12 +11,18 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from trioengine.errors import EngineDeadError
-from trioengine.openai.chat_stream import chat_reply, chat_stream
+from trioengine.openai.chat_answer import ChatForm
+from trioengine.openai.chat_stream import ChatEvents, chat_reply
 from trioengine.openai.completion_stream import CompletionEvents, CompletionForm, completion_reply
 from trioengine.openai.sse import PING, EventStream, ReplyHead
+from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
 
 HEAD = ReplyHead('id-"\\\n', 1_700_000_000, 'model "é"')
+
+
+def chat_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:
+    return ChatEvents(head, ChatForm(tokenizer=FakeTokenizer(), include_usage=include_usage))
 
 
 def completion_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:
@@ -68,7 +74,7 @@ def test_the_joined_deltas_are_the_whole_text(texts: list[str], include_usage: b
     """Case 46 (hey-api 3054): however the text is split, and whatever characters it has; the usage is the same too."""
     whole = output("".join(texts), FinishReason.STOP, num_tokens=len(texts))
     chunks = parse_events(stream_bytes(chat_stream(HEAD, include_usage=include_usage), texts))
-    reply = json.loads(chat_reply(HEAD, whole))
+    reply = json.loads(chat_reply(HEAD, ChatForm(tokenizer=FakeTokenizer()), whole))
     assert chat_text(chunks) == reply["choices"][0]["message"]["content"] == "".join(texts)
 
     completion_chunks = parse_events(stream_bytes(completion_stream(HEAD, include_usage=include_usage), texts))
@@ -178,7 +184,12 @@ def test_a_ping_is_a_comment() -> None:
 def test_openais_own_models_accept_the_replies() -> None:
     """Validated, not only constructed, as its SDK does."""
     whole = output("text", FinishReason.STOP, "x")
-    assert ChatCompletion.model_validate_json(chat_reply(HEAD, whole)).choices[0].message.content == "text"
+    assert (
+        ChatCompletion.model_validate_json(chat_reply(HEAD, ChatForm(tokenizer=FakeTokenizer()), whole))
+        .choices[0]
+        .message.content
+        == "text"
+    )
     assert Completion.model_validate_json(completion_reply(HEAD, CompletionForm(), [whole])).choices[0].text == "text"
     for chunk in parse_events(stream_bytes(chat_stream(HEAD, include_usage=True), ["a", "b"])):
         assert ChatCompletionChunk.model_validate(chunk).model == HEAD.model

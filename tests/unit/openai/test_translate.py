@@ -2,20 +2,32 @@
 
 import json
 
+from typing import cast
+
 import pytest
 
 from trioengine.errors import ModelNotFoundError, RequestError
 from trioengine.openai.chat_protocol import parse_chat_request
-from trioengine.openai.chat_translate import chat_to_generate
+from trioengine.openai.chat_settings import ChatSettings
+from trioengine.openai.chat_translate import ChatPlan, chat_to_generate
 from trioengine.openai.completion_protocol import parse_completion_request
 from trioengine.openai.translate import check_model
+from trioengine.testing.fake_tokenizer import FakeTokenizer
+from trioengine.tokenizer.chat_template import render_chat
 from trioengine.types.params import RequestOutputKind
 from trioengine.types.request import ChatPrompt, GenerateRequest
 
 
+SETTINGS = ChatSettings.of(FakeTokenizer())
+
+
 def translate_chat(messages: list[object] | None = None, **fields: object) -> GenerateRequest:
+    return plan_chat(SETTINGS, messages, **fields).generate_request
+
+
+def plan_chat(settings: ChatSettings, messages: list[object] | None = None, **fields: object) -> ChatPlan:
     body = {"messages": [{"role": "user", "content": "Hi"}] if messages is None else messages, **fields}
-    return chat_to_generate(parse_chat_request(json.dumps(body).encode()), "id")
+    return chat_to_generate(parse_chat_request(json.dumps(body).encode()), "id", settings)
 
 
 def translated_messages(*messages: object) -> list[object]:
@@ -31,11 +43,12 @@ def test_a_chat_becomes_a_chat_prompt() -> None:
     assert request.request_id == "id"
 
 
-def test_developer_is_system() -> None:
-    """Case 30: templates do not know the newer name."""
-    assert translated_messages({"role": "developer", "content": "Be brief."}) == [
-        {"role": "system", "content": "Be brief."}
-    ]
+def test_developer_is_system_to_a_template_that_does_not_know_it() -> None:
+    """Case 30 (sglang 40082): the template's text decides, where it is rendered."""
+    messages = translated_messages({"role": "developer", "content": "Be brief."})
+    assert messages == [{"role": "developer", "content": "Be brief."}]
+    rendered = render_chat(FakeTokenizer(), cast("list[dict[str, object]]", messages))
+    assert rendered.prompt_text.startswith("system: Be brief.")
 
 
 def test_an_assistant_may_have_said_nothing() -> None:
@@ -56,7 +69,9 @@ def test_what_templates_read_besides_content_is_kept() -> None:
         ([], "messages"),
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": "a"}, {"role": "system"}], "messages[1].content"),
-        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls[0].function"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function.name"),
+        ([{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].tool_calls"),
         ([{"role": "assistant", "function_call": {"name": "f"}}], "messages[0].function_call"),
     ],
 )

@@ -11,7 +11,7 @@ import trio
 from quart import Response, g, request
 
 from trioengine.client.interface import EngineClient
-from trioengine.config.server import ServerConfig
+from trioengine.config.server import GenerationConfig, ServerConfig
 from trioengine.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -21,6 +21,7 @@ from trioengine.errors import (
     UnavailableError,
 )
 from trioengine.observability.prometheus import MetricsPage
+from trioengine.openai.chat_settings import ChatSettings
 from trioengine.openai.translate import (
     ModelBody,
     UnknownFields,
@@ -88,6 +89,10 @@ class ServerContext:
     metrics: "MetricsSource | None" = None
     """What `/metrics` shows."""
     open_requests: OpenRequests = attrs.field(factory=OpenRequests)
+    chat: ChatSettings = attrs.field(
+        default=attrs.Factory(lambda context: _chat_settings(cast("ServerContext", context)), takes_self=True)
+    )
+    """How the model writes tool calls and reasoning, and what requests leave to its authors."""
     loras: dict[str, LoRAInfo] = attrs.field(factory=dict[str, LoRAInfo])
     """The adapters that were there when they were last asked for, by name."""
     started_s: int = attrs.field(factory=lambda: int(time.time()))
@@ -191,6 +196,17 @@ class ServerContext:
         if has_stopped:
             raise EngineClosedError("The server has stopped.")
         raise DeadlineExceededError(f"The request took longer than its timeout of {timeout_s} seconds.")
+
+
+def _chat_settings(context: ServerContext) -> ChatSettings:
+    takes_defaults = context.config.generation_config is GenerationConfig.AUTO
+    return ChatSettings.of(
+        context.engine.tokenizer,
+        tool_call_parser=context.config.tool_call_parser,
+        reasoning_parser=context.engine.config.reasoning_parser,
+        allows_chat_template=context.config.trust_request_chat_template,
+        generation_defaults=context.engine.generation_defaults if takes_defaults else None,
+    )
 
 
 def request_head(id_prefix: str) -> RequestHead:

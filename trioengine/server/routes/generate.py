@@ -7,14 +7,16 @@ from quart import Response, request
 
 from trioengine.client.interface import OutputStream
 from trioengine.errors import EngineGenerateError
+from trioengine.openai.chat_answer import chat_form
 from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
-from trioengine.openai.chat_stream import chat_reply, chat_stream
-from trioengine.openai.chat_translate import chat_to_generate
+from trioengine.openai.chat_stream import ChatEvents, chat_reply
+from trioengine.openai.chat_translate import ChatPlan, chat_to_generate
 from trioengine.openai.completion_protocol import CompletionRequest, parse_completion_request
 from trioengine.openai.completion_stream import CompletionEvents, CompletionForm, completion_reply
 from trioengine.openai.completion_translate import completion_to_generate
 from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import CONTENT_TYPE, EventStream, ReplyHead
+from trioengine.openai.translate import with_generation_defaults
 from trioengine.server.open_requests import OpenRequest
 from trioengine.server.replies import json_response
 from trioengine.server.routes.context import RequestHead, ServerContext, request_head
@@ -31,19 +33,19 @@ async def chat_completions(context: ServerContext) -> Response:
     context.check_open()
     head = request_head("chatcmpl-")
 
-    def read(data: bytes) -> tuple[ChatCompletionRequest, GenerateRequest]:
+    def read(data: bytes) -> tuple[ChatCompletionRequest, ChatPlan]:
         body = parse_chat_request(data)
-        return body, chat_to_generate(body, head.id)
+        return body, chat_to_generate(body, head.id, context.chat)
 
-    body, generate_request = await context.read_body(read)
+    body, plan = await context.read_body(read)
     lora = await context.check_body(body)
     reply_head = _reply_head(context, head, lora)
     context.engine.check_admission(body.sampling.n)
-    generate_request = head.apply(generate_request, lora)
+    generate_request = head.apply(plan.generate_request, lora)
+    form = chat_form(body, plan, context.chat)
     if body.stream:
-        events = chat_stream(reply_head, include_usage=bool(body.stream_options.include_usage))
-        return await stream_one(context, body, generate_request, events)
-    return await whole_one(context, body, generate_request, lambda output: chat_reply(reply_head, output))
+        return await stream_one(context, body, generate_request, ChatEvents(reply_head, form))
+    return await whole_one(context, body, generate_request, lambda output: chat_reply(reply_head, form, output))
 
 
 async def completions(context: ServerContext) -> Response:
@@ -52,7 +54,7 @@ async def completions(context: ServerContext) -> Response:
     head = request_head("cmpl-")
 
     def read(data: bytes) -> tuple[CompletionRequest, Sequence[GenerateRequest]]:
-        body = parse_completion_request(data)
+        body = with_generation_defaults(parse_completion_request(data), context.chat.generation_defaults)
         return body, completion_to_generate(body, head.id)
 
     body, generate_requests = await context.read_body(read)

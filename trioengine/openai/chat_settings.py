@@ -1,0 +1,44 @@
+"""`ChatSettings`: what the chat route must know about the model and the server besides the request."""
+
+import attrs
+
+from trioengine.checkpoint.generation import GenerationDefaults
+from trioengine.config.engine import ReasoningParser
+from trioengine.config.server import ToolCallParser
+from trioengine.openai.tool_parsers import TOOL_MARKUPS, ToolMarkup, markup_for_template
+from trioengine.tokenizer.chat_template import template_source
+from trioengine.tokenizer.tokenizer import Tokenizer
+
+
+@attrs.frozen(kw_only=True)
+class ChatSettings:
+    """How the model writes what is not plain text, and what requests may bring."""
+
+    tokenizer: Tokenizer = attrs.field(repr=False)
+    markup: ToolMarkup
+    reasoning_parser: ReasoningParser | None = None
+    allows_chat_template: bool = False
+    """Whether requests may bring a template of their own."""
+    generation_defaults: GenerationDefaults = attrs.field(factory=GenerationDefaults)
+    """What the model's authors recommend, for what requests leave out."""
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        *,
+        tool_call_parser: ToolCallParser | None = None,
+        reasoning_parser: ReasoningParser | None = None,
+        allows_chat_template: bool = False,
+        generation_defaults: GenerationDefaults | None = None,
+    ) -> "ChatSettings":
+        """For a model with this tokenizer. Without `tool_call_parser` its chat template shows how calls are written."""
+        if tool_call_parser is None:
+            tool_call_parser = markup_for_template(template_source(tokenizer, has_tools=True))
+        return cls(
+            tokenizer=tokenizer,
+            markup=TOOL_MARKUPS[tool_call_parser],
+            reasoning_parser=reasoning_parser,
+            allows_chat_template=allows_chat_template,
+            generation_defaults=generation_defaults or GenerationDefaults(),
+        )
