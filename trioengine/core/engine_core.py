@@ -339,13 +339,14 @@ class EngineCore:
         return request
 
     def _start_grammar(self, request: Request, message: EngineCoreRequest) -> Grammar | None:
-        params = request.sampling.structured_outputs
-        if params is None:
+        params, budget = request.sampling.structured_outputs, request.sampling.thinking_token_budget
+        if params is None and budget is None:
             return None
         if self._structured_outputs is None:
-            raise RequestError("This engine has no structured outputs.", param="structured_outputs")
+            param = "thinking_token_budget" if params is None else "structured_outputs"
+            raise RequestError("This engine has no structured outputs.", param=param)
         eos_token_ids = tuple(sorted(request.eos_token_ids))
-        return self._structured_outputs.start(params, request.token_ids, eos_token_ids, message.reasoning_ended)
+        return self._structured_outputs.start(params, request.token_ids, eos_token_ids, message.reasoning_ended, budget)
 
     def _release(self) -> None:
         """Hand on those held that are held no more."""
@@ -362,6 +363,8 @@ class EngineCore:
             _end_held(request, RequestEvent.FAILED, Finished(request.slot, FinishReason.ABORT, error=error))
             self._emit_finished(request)
         else:
+            if grammar is not None and grammar.is_free:
+                request.grammar = None
             self.scheduler.add(request)
 
     def _is_held_no_more(self, request: Request) -> bool:

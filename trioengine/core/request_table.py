@@ -120,6 +120,14 @@ class RequestTable:
         work = request.work
         work.num_computed_tokens = work.num_tokens = request.num_slots = 0
 
+    def unbind(self, request: Request) -> None:
+        """Let a request go on whose grammar binds nothing any more."""
+        is_running = request.status is RequestStatus.RUNNING
+        self.num_bound -= is_running
+        self.num_special -= is_running and request.is_special
+        request.grammar = None
+        self.num_special += is_running and request.is_special
+
     def drop_left(self) -> None:
         """Take requests that do not run any more out of the running ones."""
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]

@@ -131,6 +131,8 @@ class ResultReader:
         outcome.tokens.extend(new_tokens[:num_new])
         if num_new and index in result.logprobs:
             outcome.logprobs.append((request, result.logprobs[index][:num_new]))
+        if grammar is not None and grammar.is_free:
+            self._table.unbind(request)
         if end is not None:
             self._stop(request, end, outcome)
         elif grammar is not None and grammar.error is not None:

@@ -451,8 +451,8 @@ class Stop:
 
 @attrs.frozen
 class StartWave:
-    """Take part in the collective steps of all ranks, with empty ones where there is no work here. Behind each request it
-    goes to every rank, the request's own included: `core.lockstep` says why.
+    """Take part in the collective steps of all ranks, with empty ones where there is no work here. It goes to every
+    rank behind each request, the request's own rank included: `core.lockstep` says why.
     """
 
 

@@ -171,7 +171,7 @@ class FakeGrammar:
         self.tokens = list(tokens)
         self.forced = forced
         self.is_ready = is_ready
-        self.is_complete = False
+        self.is_complete = self.is_free = False
         self.error: Exception | None = None
         self.num_accepted = 0
         self.refused: int | None = None
@@ -219,6 +219,7 @@ class FakeStructuredOutputs:
         prompt: "array[int]",
         end_token_ids: Sequence[int],
         reasoning_ended: object,
+        thinking_token_budget: object,
     ) -> FakeGrammar:
         assert params.regex is not None
         first, *tokens = params.regex.split()

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import jsonschema_rs
 import numpy as np
 import pytest
@@ -21,7 +22,10 @@ from trioengine.config.env import cache_dir
 from trioengine.core.executor import TokenMasks
 from trioengine.core.structured_output import MAX_CACHED_GRAMMARS, Grammar, MaskEntry, StructuredOutputs
 from trioengine.errors import EngineGenerateError, RequestError
+from trioengine.testing.core_driver import CoreDriver, make_core_config, make_core_request
+from trioengine.testing.fake_executor import generate_alone
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from trioengine.types.params import SamplingParams
 from trioengine.types.structured import StructuredOutputsParams
 
 PATIENCE_S = 30
@@ -55,11 +59,17 @@ class Structured:
         return self.tokenizer
 
     def start(
-        self, prompt: str = "", ends: Sequence[int] | None = None, ended: bool | None = None, **form: Any
+        self,
+        prompt: str = "",
+        ends: Sequence[int] | None = None,
+        ended: bool | None = None,
+        budget: int | None = None,
+        **form: Any,
     ) -> Grammar:
         token_ids = self.tokenizer.encode(prompt, allow_special=True)
         end_token_ids = self.tokenizer.eos_token_ids if ends is None else ends
-        return self.outputs.start(StructuredOutputsParams(**form), token_ids, end_token_ids, ended)
+        params = StructuredOutputsParams(**form) if form else None
+        return self.outputs.start(params, token_ids, end_token_ids, ended, budget)
 
     def wait(self, *grammars: Grammar) -> None:
         while not all(grammar.is_ready or grammar.error for grammar in grammars):
@@ -68,9 +78,14 @@ class Structured:
             self.outputs.poll()
 
     def ready(
-        self, prompt: str = "", ends: Sequence[int] | None = None, ended: bool | None = None, **form: Any
+        self,
+        prompt: str = "",
+        ends: Sequence[int] | None = None,
+        ended: bool | None = None,
+        budget: int | None = None,
+        **form: Any,
     ) -> Grammar:
-        grammar = self.start(prompt, ends, ended, **form)
+        grammar = self.start(prompt, ends, ended, budget, **form)
         self.wait(grammar)
         assert grammar.error is None
         return grammar
@@ -500,3 +515,81 @@ def test_json_objects_end_with_their_brace_and_white_space_is_bounded(structured
     assert num_chars > 0
     grammar.accept(structured.ids('"a": 1}'))
     assert grammar.is_complete
+
+
+# Limits of reasoning
+
+
+def test_a_budget_without_a_reasoning_parser_is_refused(structured: Structured) -> None:
+    with pytest.raises(RequestError, match="reasoning_parser") as caught:
+        structured.start(budget=5)
+    assert caught.value.param == "thinking_token_budget"
+
+
+def test_a_budget_binds_the_end_of_reasoning_and_nothing_else(make_structured: Callable[..., Structured]) -> None:
+    """An answer without a form is free before and behind it, and needs nobody's attention any more then."""
+    structured = make_structured(reasoning_parser=ReasoningParser.QWEN3)
+    grammar = structured.ready(budget=2)
+    end, words = structured.ids("</think>"), structured.ids(" so it is")
+    assert structured.allowed(grammar) == []
+    assert structured.allowed(grammar, words[:1]) == []
+    assert grammar.num_allowed(words) == 2
+    everything = set(range(structured.tokenizer.vocab_size))
+    assert structured.allowed(grammar, words[:2]) == [everything, everything, {end[0]}]
+    assert grammar.accept(words[:2]) == 2
+    assert grammar.forced_tokens(100) == end
+    assert grammar.num_allowed([*end, *words]) == len(end) + len(words)
+    assert structured.allowed(grammar, end) == [*({token} for token in end), everything]
+    assert not grammar.is_free
+    assert grammar.accept([*end, *words]) == len(end) + len(words)
+    assert (grammar.is_free, grammar.error, grammar.is_complete) == (True, None, False)
+    assert structured.allowed(grammar, words) == []
+
+
+def test_behind_a_spent_budget_the_form_binds(make_structured: Callable[..., Structured]) -> None:
+    structured = make_structured(reasoning_parser=ReasoningParser.QWEN3)
+    bound = structured.ready(ended=True, choice=("yes", "no"))
+    grammar = structured.ready(budget=1, choice=("yes", "no"))
+    end = structured.ids("</think>")
+    drafts = [*structured.ids(" so")[:1], *end]
+    rows = structured.allowed(grammar, drafts)
+    assert rows[1:] == [*({token} for token in end), *structured.allowed(bound)]
+    assert grammar.accept(drafts) == len(drafts)
+    assert structured.allowed(grammar) == structured.allowed(bound)
+    assert not grammar.is_free
+
+
+@pytest.mark.parametrize(("prompt", "ended"), [("<think></think>", None), ("", True)])
+def test_where_reasoning_is_over_a_budget_binds_nothing(
+    prompt: str, ended: bool | None, make_structured: Callable[..., Structured]
+) -> None:
+    structured = make_structured(reasoning_parser=ReasoningParser.QWEN3)
+    assert structured.ready(prompt, ended=ended, budget=0).is_free
+
+
+def test_a_token_that_ignores_the_spent_budget_fails_its_request(make_structured: Callable[..., Structured]) -> None:
+    """The mask allows one, so other rules have forbidden that."""
+    structured = make_structured(reasoning_parser=ReasoningParser.QWEN3)
+    grammar = structured.ready(budget=0)
+    assert grammar.accept(structured.ids(" so")) == 0
+    assert isinstance(grammar.error, EngineGenerateError)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_core_ends_reasoning_in_time(async_scheduling: bool, make_structured: Callable[..., Structured]) -> None:
+    """The tokens before and behind are those of the model, and those beside it are unaffected."""
+    structured = make_structured(reasoning_parser=ReasoningParser.QWEN3)
+    vocab_size = structured.tokenizer.vocab_size
+    structured.ready(budget=0)  # What it takes is there now, so that no request waits.
+    config = attrs.evolve(make_core_config(vocab_size=vocab_size), async_scheduling=async_scheduling)
+    driver = CoreDriver(config, structured_outputs=structured.outputs)
+    sampling = SamplingParams(max_tokens=12, thinking_token_budget=4)
+    bound = driver.add(make_core_request(0, (1, 2), sampling=sampling))
+    ended = driver.add(attrs.evolve(make_core_request(1, (1, 2), sampling=sampling), reasoning_ended=True))
+    beside = driver.add(make_core_request(2, (3, 4), max_tokens=30))
+    driver.run()
+    end, alone = structured.ids("</think>"), generate_alone((1, 2), 12, vocab_size=vocab_size)
+    behind = generate_alone((1, 2, *alone[:4], *end), 12 - 4 - len(end), vocab_size=vocab_size)
+    assert bound.tokens == [*alone[:4], *end, *behind]
+    assert ended.tokens == alone
+    assert beside.tokens == generate_alone((3, 4), 30, vocab_size=vocab_size)

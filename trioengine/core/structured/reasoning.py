@@ -1,5 +1,6 @@
-"""Finds where a model's reasoning ends, in the bytes of its tokens: a marker may be spelled by any tokens."""
+"""A model's reasoning: where it ends in the bytes of its tokens (any may spell the marker), and how long it may be."""
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
@@ -60,14 +61,74 @@ class EndFinder:
         self._tail = text[-keep:] if keep else b""
         return False
 
-    def num_until_end(self, token_ids: Iterable[int]) -> int | None:
-        """How many of these tokens it takes to complete the marker; None when it is not complete after them. They are
-        not read in."""
-        tail = self._tail
-        try:
-            for index, token_id in enumerate(token_ids):
-                if self.feed(token_id):
-                    return index + 1
-        finally:
-            self._tail = tail
-        return None
+
+class Reasoning:
+    """A model's reasoning while it lasts: any tokens, and when its budget is spent, those of its end marker."""
+
+    __slots__ = ("_beginning", "_bytes_of", "_end", "_end_token_ids", "_num_forced", "_num_left", "_start_marker")
+
+    def __init__(self, markers: ReasoningMarkers, tokenizer: Tokenizer, max_tokens: int | None = None) -> None:
+        """Start with no token read.
+
+        Args:
+            markers: around the reasoning.
+            tokenizer: of the model.
+            max_tokens: the budget; None is no limit. A start marker at the beginning of the answer is not counted.
+        """
+        self._end = EndFinder(markers.end, tokenizer)
+        self._bytes_of = tokenizer.token_bytes
+        self._start_marker = markers.start
+        self._num_left = max_tokens
+        self._end_token_ids: Sequence[int] = ()
+        self._num_forced = 0
+        self._beginning: bytes | None = None
+        """What there is of the answer while that may be the start marker."""
+        if max_tokens is not None:
+            self._beginning = b""
+            end = markers.end.decode()
+            self._end_token_ids = tokenizer.encode(end, add_special_tokens=False, allow_special=True)
+
+    def must(self) -> int | None:
+        """The token that must come next; None where any may."""
+        return self._end_token_ids[self._num_forced] if self._num_left == 0 else None
+
+    def forced(self) -> list[int]:
+        """All tokens that must come next, of the reasoning."""
+        return list(self._end_token_ids[self._num_forced :]) if self._num_left == 0 else []
+
+    def feed(self, token_id: int) -> bool:
+        """Whether this token, which is the one that must come if one must, ends the reasoning."""
+        if self._end.feed(token_id):
+            return True
+        if self._num_left == 0:
+            self._num_forced += 1
+        elif self._num_left is not None and not self._is_of_start(token_id):
+            self._num_left -= 1
+        return False
+
+    def musts(self, token_ids: Iterable[int]) -> list[int | None]:
+        """`must` for the next token and for those that follow each of these, as long as the reasoning lasts and they
+        are what must come. They are not read in."""
+        musts = [self.must()]
+        reasoning = None
+        for token_id in token_ids:
+            reasoning = reasoning or self._copy()
+            if musts[-1] not in (None, token_id) or reasoning.feed(token_id):
+                break
+            musts.append(reasoning.must())
+        return musts
+
+    def _is_of_start(self, token_id: int) -> bool:
+        if self._beginning is None:
+            return False
+        self._beginning += self._bytes_of(token_id)
+        beginning = self._beginning.lstrip()
+        is_of_start = self._start_marker.startswith(beginning) or beginning.startswith(self._start_marker)
+        if not is_of_start or len(beginning) >= len(self._start_marker):
+            self._beginning = None
+        return is_of_start
+
+    def _copy(self) -> "Reasoning":
+        copied = copy.copy(self)
+        copied._end = copy.copy(self._end)
+        return copied

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioengine.config.engine import ReasoningParser
-from trioengine.core.structured.reasoning import MARKERS, EndFinder, reasoning_ended_in_prompt
+from trioengine.core.structured.reasoning import MARKERS, EndFinder, Reasoning, reasoning_ended_in_prompt
 from trioengine.tokenizer.tokenizer import Tokenizer
 
 QWEN = MARKERS[ReasoningParser.QWEN3]
@@ -37,8 +37,7 @@ def test_the_marker_is_found_in_any_tokens(tokenizer: Tokenizer, before: str, af
     """Where text has the marker first, a token completes it, not earlier and not later."""
     token_ids = tokenizer.encode(before + "</think>" + after, add_special_tokens=False)
     finder = EndFinder(b"</think>", tokenizer)
-    expected = finder.num_until_end(token_ids)
-    assert expected is not None
+    expected = len(Reasoning(QWEN, tokenizer).musts(token_ids))
     for index, token_id in enumerate(token_ids[:expected]):
         text = tokenizer.decode(token_ids[: index + 1])
         assert finder.feed(token_id) == ("</think>" in text)
@@ -46,7 +45,45 @@ def test_the_marker_is_found_in_any_tokens(tokenizer: Tokenizer, before: str, af
 
 def test_looking_ahead_reads_nothing(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("x</think>", add_special_tokens=False)
-    finder = EndFinder(b"</think>", tokenizer)
-    assert finder.num_until_end(token_ids[:-1]) is None
-    assert finder.num_until_end(token_ids) == len(token_ids)
-    assert [finder.feed(token_id) for token_id in token_ids] == [False] * (len(token_ids) - 1) + [True]
+    reasoning = Reasoning(QWEN, tokenizer, 50)
+    assert reasoning.musts(token_ids[:-1]) == [None] * len(token_ids)
+    assert reasoning.musts(token_ids) == [None] * len(token_ids)
+    assert [reasoning.feed(token_id) for token_id in token_ids] == [False] * (len(token_ids) - 1) + [True]
+
+
+@pytest.mark.parametrize(("beginning", "budget"), [("", 3), ("<think>", 3), ("\n<think>", 3), ("", 0), ("<thin", 9)])
+def test_a_budget_counts_tokens_of_reasoning_and_then_its_end_must_come(
+    beginning: str, budget: int, tokenizer: Tokenizer
+) -> None:
+    """The start marker is not counted; what only begins like it is, but for the tokens that might have been its."""
+    reasoning = Reasoning(QWEN, tokenizer, budget)
+    for token_id in tokenizer.encode(beginning, add_special_tokens=False, allow_special=True):
+        assert reasoning.must() is None
+        assert not reasoning.feed(token_id)
+    (word,) = tokenizer.encode(" so", add_special_tokens=False)
+    for _ in range(budget):
+        assert (reasoning.must(), reasoning.forced()) == (None, [])
+        assert not reasoning.feed(word)
+    end = tokenizer.encode("</think>", add_special_tokens=False, allow_special=True)
+    assert reasoning.forced() == end
+    assert reasoning.musts(end) == end
+    assert reasoning.musts([word]) == end[:1]
+    for index, token_id in enumerate(end):
+        assert reasoning.must() == token_id
+        assert reasoning.feed(token_id) is (index == len(end) - 1)
+
+
+@given(
+    token_ids=st.lists(st.sampled_from(["<think>", "</think>", "<", "think", ">", "a", "</"]), max_size=12),
+    budget=st.none() | st.integers(0, 6),
+)
+def test_looking_ahead_says_what_reading_says(tokenizer: Tokenizer, token_ids: list[str], budget: int | None) -> None:
+    """Token after token, whatever they spell."""
+    ids = [each for text in token_ids for each in tokenizer.encode(text, add_special_tokens=False, allow_special=True)]
+    ahead, reasoning = Reasoning(QWEN, tokenizer, budget), Reasoning(QWEN, tokenizer, budget)
+    expected = [reasoning.must()]
+    for token_id in ids:
+        if expected[-1] not in (None, token_id) or reasoning.feed(token_id):
+            break
+        expected.append(reasoning.must())
+    assert ahead.musts(ids) == expected
