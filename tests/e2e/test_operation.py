@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -19,6 +20,13 @@ from trioengine.testing.raw_http import open_raw_http, request_bytes
 from trioengine.testing.served_process import ServedProcess, served_process, trioengine_command
 
 KEY = "the-key"
+ACTIVATE = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""The variable must name the process, and the descriptor be the third."""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +50,7 @@ def activated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served
         }
         command = [*trioengine_command(), "serve", "--keep-alive-on-engine-death"]
         process = subprocess.Popen(
-            # The variable must name the process, and the descriptor be the third.
-            ["sh", "-c", f'LISTEN_PID=$$ exec "$@" 3<&{fd}', "sh", *command],
+            [sys.executable, "-c", ACTIVATE, str(fd), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,

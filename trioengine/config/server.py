@@ -98,7 +98,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = attrs.field(
         default=(),
         converter=to_texts(),
-        validator=texts(r"\*|(\*\.)?[^/\s]+"),
+        validator=texts(r"\*|(\*\.)?[^/\s\"]+"),
         metadata=documented(
             "Names that requests may call the server by, *.example.com for all below, * for any. On a loopback "
             "address they are checked always, and its own names are known."

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from wsproto.events import AcceptConnection, CloseConnection, Event, RejectConne
 
 from trioengine.config.server import ServerConfig
 from trioengine.server.access import AccessRules
+from trioengine.server.app import create_app
 from trioengine.server.gate import Gate
+from trioengine.testing.fake_engine import FakeEngine
 from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import RawHttpClient, RawResponse, open_raw_http, request_bytes
 
@@ -81,6 +84,53 @@ async def test_without_the_key_no_address_answers(method: str, path: str) -> Non
         assert response.head.header("vary") == "Origin"
         async with open_raw_http(server.url) as another:
             assert (await another.request(method, path, headers=[PAGE, AUTHORIZED])).status == 200
+
+
+async def test_without_the_key_no_route_of_ours_answers() -> None:
+    """Case 43 (vllm 58144): every rule of the application, admin's too, by every method that it takes."""
+    server_config = config(api_key=KEY, enable_admin=True, **ORIGINS)
+    engine = FakeEngine()
+    app = create_app(engine, server_config)
+    addresses = {
+        (method, re.sub("<[^>]*>", "x", rule.rule))
+        for rule in app.url_map.iter_rules()
+        for method in (rule.methods or set()) - {"OPTIONS"}
+    }
+    open_paths = {"/", "/health", "/ready", "/ping"}
+    closed = [(method, path) for method, path in addresses if path not in open_paths or method not in ("GET", "HEAD")]
+    assert len(closed) > 30
+    async with open_server(app, server_config) as server:
+        for method, path in closed:
+            async with open_raw_http(server.url) as client:
+                await client.send_request(method, path, headers=[PAGE])
+                response = await client.read_response(is_head=method == "HEAD")
+                assert response.status == 401, (method, path)
+                assert response.head.header("access-control-allow-origin") == PAGE[1]
+                assert method == "HEAD" or json.loads(response.body)["error"]["code"] == "invalid_api_key"
+    assert not engine.requests
+
+
+async def test_while_the_server_drains_a_request_on_an_open_connection_is_503() -> None:
+    """One whose head was on its way when the signal came; it may be tried again elsewhere."""
+    shutdown = trio.Event()
+    app = create_app(FakeEngine(), config(), shutdown=shutdown)
+    request = request_bytes(
+        "POST", "/v1/completions", headers=[("content-type", "application/json")], body=b'{"prompt": "Hi"}'
+    )
+    async with open_server(app, config(shutdown_timeout_s=1000)) as server, open_raw_http(server.url) as client:
+        await client.send(request)
+        assert (await client.read_response()).status == 200
+        await client.send(request[:10])
+        await wait_all_tasks_blocked()
+        shutdown.set()
+        server.shutdown.set()
+        await wait_all_tasks_blocked()
+        await client.send(request[10:])
+        response = await client.read_response()
+        check_is_error(response, 503, "overloaded")
+        assert response.head.header("connection") == "close"
+        assert int(response.head.header("retry-after") or 0) > 0
+        assert await client.read_to_end() == b""
 
 
 async def test_health_and_preflight_need_no_key() -> None:
