@@ -106,6 +106,14 @@ class _Sequence:
     is_started: bool = False
 
 
+@attrs.define
+class _Client:
+    sequences: dict[int, _Sequence] = attrs.field(factory=dict[int, _Sequence])
+    finished: list[Finished] = attrs.field(factory=list[Finished])
+    output: StepOutput | None = None
+    num_outputs: int = 0
+
+
 class _LogprobColumns:
     """Grows entry by entry. The token is said to be the likeliest; the likeliest are ids from 0 on, itself left out."""
 
@@ -133,8 +141,8 @@ class _LogprobColumns:
 class ScriptedCore:
     """One token for each request in each step, taken from its prompt in order and from the start again.
 
-    It does not run ahead of its front end: while an output waits to be taken there is no work, so that a slow front end
-    is measured by its speed and not by how much is merged.
+    It does not run ahead of its front ends: while an output waits to be taken there is no work for that one, so that a
+    slow front end is measured by its speed and not by how much is merged.
     """
 
     def __init__(
@@ -147,28 +155,25 @@ class ScriptedCore:
         self._script = script
         self._clock = clock
         self._sleep = sleep
-        self._sequences: dict[int, _Sequence] = {}
-        self._finished: list[Finished] = []
-        self._output: StepOutput | None = None
+        self._clients: dict[int, _Client] = {}
         self._num_steps = 0
-        self._num_outputs = 0
         self._next_step_s = 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would generate something."""
-        return bool(self._sequences) and self._output is None
+        return any(state.sequences and state.output is None for state in self._clients.values())
 
     def handle(self, client: int, message: ToCore) -> Reply | None:
-        """Take in a message of the one client; the reply, to a `CallRequest`."""
-        del client
+        """Take in a client's message; the reply, to a `CallRequest`."""
+        state = self._clients.setdefault(client, _Client())
         match message:
             case EngineCoreRequest():
                 prompt = unpack_int32(message.prompt_token_ids)
-                assert message.slot not in self._sequences, "the front end gave a slot twice"
+                assert message.slot not in state.sequences, "the front end gave a slot twice"
                 sampling = message.sampling
                 assert sampling.max_tokens is not None, "the front end sets it"
-                self._sequences[message.slot] = _Sequence(
+                state.sequences[message.slot] = _Sequence(
                     prompt,
                     sampling.max_tokens,
                     sampling.logprobs,
@@ -178,11 +183,11 @@ class ScriptedCore:
                 )
             case EncodeCoreRequest(slot):
                 error = error_to_data(NotImplementedError("a script has no vectors"))
-                self._finished.append(Finished(slot, FinishReason.ABORT, error=error))
+                state.finished.append(Finished(slot, FinishReason.ABORT, error=error))
             case AbortRequests(slots):
                 for slot in slots:
-                    if self._sequences.pop(slot, None) is not None:
-                        self._finished.append(Finished(slot, FinishReason.ABORT))
+                    if state.sequences.pop(slot, None) is not None:
+                        state.finished.append(Finished(slot, FinishReason.ABORT))
             case CallRequest(call_id, GetLoad()):
                 stats = self._stats()
                 load = CoreLoad(stats.running, stats.waiting, TOTAL_BLOCKS - stats.running, TOTAL_BLOCKS)
@@ -198,18 +203,27 @@ class ScriptedCore:
         return None
 
     def step(self) -> None:
-        """Generate one token for each request, after waiting until it is time."""
+        """Generate one token for each request of clients without a waiting output, after waiting until it is time."""
         if self._script.pace_s:
             now = self._clock()
             if now < self._next_step_s:
                 self._sleep(self._next_step_s - now)
             self._next_step_s = max(now, self._next_step_s) + self._script.pace_s
         self._drop_overdue()
+        self._num_steps += 1
+        num_left = self._script.max_num_seqs
+        for state in self._clients.values():
+            num_running = min(num_left, len(state.sequences))
+            num_left -= num_running
+            if state.sequences and state.output is None:
+                self._step_of(state, num_running)
+
+    def _step_of(self, state: _Client, num_running: int) -> None:
         rows, tokens, scheduled = array("i"), array("i"), array("i")
         ended: list[int] = []
         logprobs, prompt_logprobs, cached_tokens = _LogprobColumns(), _LogprobColumns(), array("i")
-        for slot in islice(self._sequences, self._script.max_num_seqs):
-            sequence = self._sequences[slot]
+        for slot in islice(state.sequences, num_running):
+            sequence = state.sequences[slot]
             token = sequence.prompt[sequence.num_generated % len(sequence.prompt)]
             if token == self._script.fatal_token:
                 raise RuntimeError("The script says that this token is the end.")
@@ -230,10 +244,10 @@ class ScriptedCore:
         if self._script.clock_tokens:
             tokens = array("i", [self._token_of_now()]) * len(tokens)
         for slot in ended:
-            del self._sequences[slot]
-            self._finished.append(Finished(slot, FinishReason.LENGTH))
-        self._num_steps += 1
+            del state.sequences[slot]
+            state.finished.append(Finished(slot, FinishReason.LENGTH))
         self._set_output(
+            state,
             slots=rows.tobytes(),
             tokens=tokens.tobytes(),
             logprobs=logprobs.take(),
@@ -243,21 +257,26 @@ class ScriptedCore:
         )
 
     def _drop_overdue(self) -> None:
-        if len(self._sequences) <= self._script.max_num_seqs:
+        if self._num_sequences <= self._script.max_num_seqs:
             return
         now = self._clock()
-        for slot, sequence in list(self._sequences.items()):
-            timeout_s = sequence.queue_timeout_s
-            if timeout_s is not None and not sequence.is_started and now - sequence.arrived_s >= timeout_s:
-                del self._sequences[slot]
-                error = error_to_data(DeadlineExceededError("The script has not begun it in time."))
-                self._finished.append(Finished(slot, FinishReason.ABORT, error=error))
+        for state in self._clients.values():
+            for slot, sequence in list(state.sequences.items()):
+                timeout_s = sequence.queue_timeout_s
+                if timeout_s is not None and not sequence.is_started and now - sequence.arrived_s >= timeout_s:
+                    del state.sequences[slot]
+                    error = error_to_data(DeadlineExceededError("The script has not begun it in time."))
+                    state.finished.append(Finished(slot, FinishReason.ABORT, error=error))
+
+    @property
+    def _num_sequences(self) -> int:
+        return sum(len(state.sequences) for state in self._clients.values())
 
     def _stats(self) -> SchedulerStats:
-        running = min(len(self._sequences), self._script.max_num_seqs)
+        running = min(self._num_sequences, self._script.max_num_seqs)
         return SchedulerStats(
             running=running,
-            waiting=len(self._sequences) - running,
+            waiting=self._num_sequences - running,
             kv_cache_usage=running / TOTAL_BLOCKS,
             num_steps=self._num_steps,
             num_preemptions=0,
@@ -284,16 +303,22 @@ class ScriptedCore:
         """For ever: whoever waits, waits for a step."""
         return None
 
+    def drop_client(self, client: int) -> None:
+        """A client is gone, with its requests."""
+        self._clients.pop(client, None)
+
     def take_replies(self, client: int) -> Sequence[Reply]:
         """None: all come at once."""
         return ()
 
     def take_output(self, client: int) -> StepOutput | None:
-        """The output that waits, if one does."""
-        del client
-        if self._output is None and self._finished:
-            self._set_output()
-        output, self._output = self._output, None
+        """The client's output that waits, if one does."""
+        state = self._clients.get(client)
+        if state is None:
+            return None
+        if state.output is None and state.finished:
+            self._set_output(state)
+        output, state.output = state.output, None
         return output
 
     def _token_of_now(self) -> int:
@@ -302,6 +327,7 @@ class ScriptedCore:
 
     def _set_output(
         self,
+        state: _Client,
         slots: bytes = b"",
         tokens: bytes = b"",
         logprobs: LogprobColumns | None = None,
@@ -309,9 +335,9 @@ class ScriptedCore:
         cached_tokens: bytes = b"",
         scheduled: bytes = b"",
     ) -> None:
-        finished, self._finished = tuple(self._finished), []
-        self._output = StepOutput(
-            self._num_outputs,
+        finished, state.finished = tuple(state.finished), []
+        state.output = StepOutput(
+            state.num_outputs,
             self._num_steps,
             self._clock(),
             slots=slots,
@@ -323,7 +349,7 @@ class ScriptedCore:
             scheduled=scheduled,
             stats=self._stats(),
         )
-        self._num_outputs += 1
+        state.num_outputs += 1
 
 
 def scripted_ready() -> Ready:
