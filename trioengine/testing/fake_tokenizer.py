@@ -11,7 +11,7 @@ from pathlib import Path
 from trioengine.errors import RequestError
 from trioengine.tokenizer.parts import TokenizerFacts
 from trioengine.tokenizer.token_bytes import byte_stand_ins
-from trioengine.tokenizer.tokenizer import Tokenizer
+from trioengine.tokenizer.tokenizer import PairTemplate, Tokenizer
 
 END_TOKEN = "<|end|>"
 CHAT_TEMPLATE = (
@@ -34,6 +34,8 @@ class FakeTokenizer(Tokenizer):
         self.facts = TokenizerFacts(eos_token_ids=(self.end_token_id,), chat_templates={"default": CHAT_TEMPLATE})
         self.special_token_ids = frozenset({self.end_token_id})
         self.drops_leading_space = False
+        self.text_suffix = ()
+        self.pair_template = PairTemplate(before=(), between=(self.end_token_id,), after=(), num_between_first=None)
 
     @property
     def vocab_size(self) -> int:
