@@ -120,9 +120,9 @@ _ITERATION = Family(
     "iteration_tokens_total", Kind.HISTOGRAM, "Tokens, of prompts and answers, in one message of the core."
 )
 _ITERATION_HISTOGRAMS: Mapping[Family, Sequence[float]] = {
+    _ITERATION: ITERATION_BOUNDS,
     _FIRST_TOKEN: FIRST_TOKEN_BOUNDS,
     _INTER_TOKEN: INTER_TOKEN_BOUNDS,
-    _ITERATION: ITERATION_BOUNDS,
 }
 
 _RequestValue: TypeAlias = Callable[[FinishedRequestStats], float | None]
