@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
             if not isinstance(error, TrioEngineError):
                 raise
             supervisor.setblocking(True)
-            supervisor.sendall(_report_of(error))
+            supervisor.sendall(report_of(error))
             return EXIT_FAILURE
     return 0
 
@@ -86,7 +86,8 @@ async def receive_message(stream: trio.abc.ReceiveStream) -> bytes | None:
     return None if header is None else await _receive_exactly(stream, int.from_bytes(header, "big"))
 
 
-def _report_of(outcome: Serving | TrioEngineError) -> bytes:
+def report_of(outcome: Serving | TrioEngineError) -> bytes:
+    """What `read_report` reads, its length before it."""
     if isinstance(outcome, Serving):
         return _with_length(pack([outcome.model_name, list(outcome.urls), None]))
     return _with_length(pack([None, None, encode(EngineDead(error_to_data(outcome)))]))
@@ -123,7 +124,7 @@ async def _run(supervisor: socket.socket) -> None:
         nursery.start_soon(trio.to_thread.run_sync, import_server)
 
         def report(serving: Serving) -> None:
-            supervisor.sendall(_report_of(serving))  # Small, and nothing else is under way: it never blocks.
+            supervisor.sendall(report_of(serving))  # Small, and nothing else is under way: it never blocks.
 
         async with attach_engine(Attachment.from_bytes(launch.attachment), api_server=launch.index) as engine:
             await server.run(engine, listeners, report)
