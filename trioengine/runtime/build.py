@@ -105,7 +105,13 @@ def build_engine_core(
         config.max_logprobs,
         pooling=executor.pooling,
     )
-    ready = Ready(facts, max(resolved.num_kv_blocks), resolved.block_size, dict(resolved.reasons))
+    ready = Ready(
+        facts,
+        max(resolved.num_kv_blocks),
+        resolved.block_size,
+        dict(resolved.reasons),
+        needs_lockstep=core.needs_lockstep,
+    )
 
     def close() -> None:
         structured_outputs.close()

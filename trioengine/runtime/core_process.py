@@ -111,7 +111,7 @@ def _run(build: BuildCore, launch: CoreLaunch, sockets: Sequence[BlockingSocket]
 def _send_surely(socket: BlockingSocket, message: FromCore) -> None:
     """Send, waiting while the front end has not read the reports of how loading went."""
     data = encode(message)
-    while not socket.try_send((data,)):
+    while not (socket.try_send((data,)) or socket.is_peer_gone):
         poll((), full=[socket])
 
 
