@@ -11,6 +11,7 @@ import attrs
 from cattrs.gen import override
 
 from trioengine.errors import RequestError
+from trioengine.frontend.request_checks import MAX_CACHE_SALT_CHARS
 from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import make_request_converter, parse_fields, register_object, structure_body
 from trioengine.types.pooling import PoolingTask
@@ -53,7 +54,9 @@ class EncodeBody:
     text that is too long."""
     priority: int = attrs.field(default=0, metadata={"schema": {"minimum": -(2**31), "maximum": 2**31 - 1}})
     """Lower values come first, where the engine's `scheduling_policy` is "priority"."""
-    cache_salt: str | None = attrs.field(default=None, metadata={"schema": {"minLength": 1, "maxLength": 256}})
+    cache_salt: str | None = attrs.field(
+        default=None, metadata={"schema": {"minLength": 1, "maxLength": MAX_CACHE_SALT_CHARS}}
+    )
     """Requests share cached prefixes only with requests of the same salt."""
     timeout: float | None = attrs.field(default=None, metadata={"schema": {"exclusiveMinimum": 0}})
     """Seconds for the whole request."""

@@ -15,11 +15,20 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import attrs
 
+from trioengine.frontend.request_checks import MAX_CACHE_SALT_CHARS
+from trioengine.openai.chat_protocol import ChatCompletionRequest, Message, PartType
 from trioengine.openai.protocol import RequestBody
 from trioengine.openai.reply_schema import ErrorReplyBody
 from trioengine.openai.sse import CONTENT_TYPE
 from trioengine.openai.structured_fields import STRUCTURED_FIELDS
-from trioengine.types.params import MAX_TOP_K, SamplingParams
+from trioengine.types.params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOP_K,
+    SamplingParams,
+)
 
 JSON = "application/json"
 
@@ -160,10 +169,13 @@ class _Schemas:
 
     def __init__(self) -> None:
         self.components: dict[str, Schema] = {}
+        self._classes: dict[str, type[Any]] = {}
 
     def reference(self, class_: type[Any], *, is_request: bool) -> Schema:
         """Where the schema of this class is found. A class is used in requests or in replies, not in both."""
         name = class_.__name__
+        if self._classes.setdefault(name, class_) is not class_:
+            raise ValueError(f"two classes are called {name}: {class_} and {self._classes[name]}")
         if name not in self.components:
             self.components[name] = {}  # Classes may refer to themselves.
             self.components[name] = self._object(class_, is_request=is_request)
@@ -198,12 +210,15 @@ class _Schemas:
         return schema
 
     def _field(self, class_: type[Any], field: "attrs.Attribute[Any]", type_: Any, *, is_request: bool) -> Schema:
-        given = cast("Schema | None", field.metadata.get("schema")) or _SCHEMAS.get((class_, field.name))
-        schema = self._type(type_, is_request=is_request)
-        if given is not None:
-            schema = {**given} if {"type", "anyOf", "enum"} & given.keys() or not given else _narrowed(schema, given)
-            if _is_optional(type_) and given.keys() & {"type", "anyOf", "enum"}:
-                schema = _nullable(schema)
+        given = cast("Schema | None", field.metadata.get("schema"))
+        if given is None:
+            given = next((_SCHEMAS[key] for each in class_.__mro__ if (key := (each, field.name)) in _SCHEMAS), None)
+        if given is None:
+            schema = self._type(type_, is_request=is_request)
+        elif given and not given.keys() & {"type", "anyOf", "enum"}:
+            schema = _narrowed(self._type(type_, is_request=is_request), given)
+        else:
+            schema = _nullable(given) if _is_optional(type_) else given
         if is_request and field.default is not attrs.NOTHING:
             schema = _nullable(schema)
         description = field_description(class_, field.name)
@@ -238,7 +253,11 @@ _SCALARS: Mapping[Any, str] = {
 
 _NOT_OF_BODIES = frozenset({"sampling", "unknown_fields", "given_fields", "detokenize", "output_kind"})
 _NOT_OFFERED = frozenset({"prompt_logprobs", "logits_processors", "extra_args"})
-_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
+def _texts(max_items: int, max_chars: int) -> Schema:
+    text: Schema = {"type": "string", "minLength": 1, "maxLength": max_chars}
+    return {"anyOf": [text, {"type": "array", "items": text, "maxItems": max_items}]}
 
 
 def _bounds(minimum: float, maximum: float | None = None) -> Schema:
@@ -261,12 +280,29 @@ _SCHEMAS: Mapping[tuple[type[Any], str], Schema] = {
     (SamplingParams, "seed"): _bounds(-(2**63), 2**64 - 1),
     (SamplingParams, "max_tokens"): _bounds(0),
     (SamplingParams, "min_tokens"): _bounds(0),
-    (SamplingParams, "stop"): _TEXTS,
-    (SamplingParams, "bad_words"): _TEXTS,
+    (SamplingParams, "stop"): _texts(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS),
+    (SamplingParams, "bad_words"): _texts(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
     (SamplingParams, "logprobs"): _bounds(-1),
     (SamplingParams, "n"): _bounds(1),
     (SamplingParams, "structured_outputs"): {},
     (RequestBody, "timeout"): {"exclusiveMinimum": 0},
+    (RequestBody, "priority"): _bounds(-(2**31), 2**31 - 1),
+    (RequestBody, "cache_salt"): {"minLength": 1, "maxLength": MAX_CACHE_SALT_CHARS},
+    (ChatCompletionRequest, "max_tokens"): _bounds(1),
+    (ChatCompletionRequest, "max_completion_tokens"): _bounds(1),
+    (Message, "content"): {
+        "anyOf": [
+            {"type": "string"},
+            {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"type": {"enum": [kind.value for kind in PartType]}, "text": {"type": "string"}},
+                    "required": ["type", "text"],
+                },
+            },
+        ]
+    },
 }
 """What the type of a field does not say: its bounds, and other forms that it is taken in. A test holds the bounds to
 those that are checked."""

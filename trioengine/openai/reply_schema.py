@@ -107,7 +107,7 @@ class ChatLogprobs:
 
 
 @attrs.frozen(kw_only=True)
-class FunctionCall:
+class CalledFunction:
     """A function that the model calls."""
 
     name: str | None = attrs.field(default=None, metadata=_SOMETIMES)
@@ -116,14 +116,14 @@ class FunctionCall:
 
 
 @attrs.frozen(kw_only=True)
-class ToolCall:
+class CalledTool:
     """A tool that the model calls. In a stream, a part of it."""
 
     index: int | None = attrs.field(default=None, metadata=_SOMETIMES)
     """In streams only."""
     id: str | None = attrs.field(default=None, metadata=_SOMETIMES)
     type: str | None = attrs.field(default=None, metadata=_SOMETIMES)
-    function: FunctionCall
+    function: CalledFunction
 
 
 @attrs.frozen(kw_only=True)
@@ -136,8 +136,8 @@ class ChatReplyMessage:
     reasoning_content: str | None = attrs.field(default=None, metadata=_SOMETIMES)
     reasoning: str | None = attrs.field(default=None, metadata=_SOMETIMES)
     """The same, by vLLM's newer name."""
-    tool_calls: tuple[ToolCall, ...] | None = attrs.field(default=None, metadata=_SOMETIMES)
-    function_call: FunctionCall | None = attrs.field(default=None, metadata=_SOMETIMES)
+    tool_calls: tuple[CalledTool, ...] | None = attrs.field(default=None, metadata=_SOMETIMES)
+    function_call: CalledFunction | None = attrs.field(default=None, metadata=_SOMETIMES)
 
 
 @attrs.frozen(kw_only=True)
