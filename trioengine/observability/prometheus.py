@@ -382,7 +382,9 @@ class PrometheusStatLogger:
                 text += [lines.get(family.name, "") for lines in others]
         if is_openmetrics:
             text.append("# EOF\n")
-        return MetricsPage("".join(text).encode(), OPENMETRICS_CONTENT_TYPE if is_openmetrics else TEXT_CONTENT_TYPE)
+        return MetricsPage(
+            "".join(text).encode(errors="replace"), OPENMETRICS_CONTENT_TYPE if is_openmetrics else TEXT_CONTENT_TYPE
+        )
 
     def collect(self) -> "Iterator[Metric]":
         """The same for a registry of the package prometheus-client: `registry.register(logger)`."""

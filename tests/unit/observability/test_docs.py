@@ -56,12 +56,14 @@ def test_the_table_of_options_has_their_defaults() -> None:
     assert [attrs.asdict(config)[name] for name, _ in rows] == [defaults[default] for _, default in rows]
 
 
-def test_the_plug_in_works() -> None:
+def test_the_plug_in_works(caplog: pytest.LogCaptureFixture) -> None:
+    """One that failed would be dropped with a line in the log."""
     factory = program("StatsdLogger")["StatsdLogger"]
     (logger,) = _made(factory)  # pyright: ignore[reportArgumentType]
     logger.record(IterationStats(0, num_generated_tokens=5))
     logger.log()
     logger.close()
+    assert not caplog.records
 
 
 def test_the_host_s_registry_has_the_engine_s_metrics_until_it_closes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -241,6 +242,20 @@ def test_names_of_models_are_escaped_and_processes_told_apart() -> None:
     logger = make_logger(num_cores=1, model_name='a "model"\n\\', api_server=1)
     labels = {"model_name": 'a "model"\n\\', "engine": "0", "api_server": "1"}
     assert samples_of(logger)["trioengine:prompt_tokens_total", frozenset(labels.items())] == 0
+
+
+def test_what_is_no_text_breaks_no_page() -> None:
+    logger = make_logger(num_cores=1, model_name="\ud800")
+    assert (
+        samples_of(logger)["trioengine:prompt_tokens_total", frozenset({"model_name": "?", "engine": "0"}.items())] == 0
+    )
+
+
+def test_the_page_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_logger().render()
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "prometheus_client.metrics_core", None)
+    assert make_logger().render() == expected
 
 
 def test_names_of_adapters_are_bounded() -> None:
