@@ -136,8 +136,7 @@ class Connection:
 
     def _make_protocol(self, nursery: trio.Nursery) -> Http1Protocol | Http2Protocol:
         is_http2 = isinstance(self._stream, trio.SSLStream) and self._stream.selected_alpn_protocol() == "h2"
-        protocol_class = Http2Protocol if is_http2 else Http1Protocol
-        return protocol_class(
+        arguments = (
             self._service.app,
             self._service.hypercorn_config,
             self._service.context,
@@ -148,6 +147,9 @@ class Connection:
             _address(self._sock.family, self._sock.getsockname()),
             self._on_protocol_event,
         )
+        if is_http2:
+            return Http2Protocol(*arguments, write_timeout_s=self._config.write_timeout_s)
+        return Http1Protocol(*arguments)
 
     async def _read(self, protocol: Http1Protocol | Http2Protocol) -> None:
         """Feed the protocol until the client has gone. Cancelled through `_reading`."""

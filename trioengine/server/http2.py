@@ -1,6 +1,6 @@
 """Hypercorn's HTTP/2 protocol, changed where it would harm a server that faces a network.
 
-- A handler whose client reads nothing waits, which Hypercorn means to do and does not.
+- A handler whose client reads nothing waits, which Hypercorn means to do and does not, and not for ever.
 - Data for a stream that has been answered already is dropped: it would end the connection, the client's other
   streams with it.
 - While the server drains, new streams are refused in the way that lets a client try again elsewhere.
@@ -8,7 +8,7 @@
 """
 
 import contextlib
-from typing import Any
+from typing import Any, cast
 
 import h2.events
 import h2.exceptions
@@ -16,7 +16,10 @@ import trio
 from h2.errors import ErrorCodes
 from h2.events import Event
 from hypercorn.events import Closed
+from hypercorn.protocol.events import Body, Data
+from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
+from hypercorn.typing import Event as AsyncEvent
 
 MAX_RESETS = 200
 """How many streams a client may reset in quick succession: a page with so many answers that is closed, and more."""
@@ -24,14 +27,32 @@ RESETS_PER_S = 20.0
 """How fast it may go on after that."""
 
 
+class _StalledError(Exception):
+    """The client has not taken anything of this stream for too long."""
+
+
 class Http2Protocol(H2Protocol):
     """One HTTP/2 connection's protocol state."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, write_timeout_s: float) -> None:
         super().__init__(*arguments)
-        self.stream_buffers = _BoundedBuffers()
+        self.stream_buffers = _BoundedBuffers(write_timeout_s)
         self._num_resets = 0.0
         self._last_reset_s = trio.current_time()
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        """Send a part of the application's response. Waits while the client does not read, until its time is over."""
+        if isinstance(event, (Body, Data)) and event.stream_id not in self.streams:
+            # It goes nowhere, and an application that does not listen must still let others run.
+            await trio.lowlevel.checkpoint()
+            return
+        try:
+            await super().stream_send(event)
+        except _StalledError:
+            with contextlib.suppress(h2.exceptions.ProtocolError):
+                self.connection.reset_stream(event.stream_id, ErrorCodes.CANCEL)
+            await self._flush()
+            await self._close_stream(event.stream_id)
 
     async def _handle_events(self, events: list[Event]) -> None:
         for event in events:
@@ -71,6 +92,8 @@ class _BoundedBuffer(StreamBuffer):
     nothing on every write, so a handler whose client reads nothing filled memory at 500 MB a second.
     """
 
+    write_timeout_s: float
+
     async def push(self, data: bytes) -> None:
         if self._complete:
             raise BufferCompleteError
@@ -78,7 +101,10 @@ class _BoundedBuffer(StreamBuffer):
         await self._is_empty.clear()
         if len(self.buffer) >= BUFFER_HIGH_WATER:
             await self._paused.clear()
-            await self._paused.wait()
+            await self._wait_for_client(self._paused)
+
+    async def drain(self) -> None:
+        await self._wait_for_client(self._is_empty)
 
     async def pop(self, max_length: int) -> bytes:
         length = min(len(self.buffer), max_length)
@@ -90,10 +116,21 @@ class _BoundedBuffer(StreamBuffer):
             await self._is_empty.set()
         return data
 
+    async def _wait_for_client(self, event: AsyncEvent) -> None:
+        with trio.move_on_after(self.write_timeout_s) as waiting:
+            await event.wait()
+        if waiting.cancelled_caught:
+            raise _StalledError
+
 
 class _BoundedBuffers(dict[int, StreamBuffer]):
     """The buffers of a connection's streams. Hypercorn makes each, and uses it before anyone else could swap it."""
 
+    def __init__(self, write_timeout_s: float) -> None:
+        super().__init__()
+        self._write_timeout_s = write_timeout_s
+
     def __setitem__(self, stream_id: int, buffer: StreamBuffer) -> None:
         buffer.__class__ = _BoundedBuffer
+        cast(_BoundedBuffer, buffer).write_timeout_s = self._write_timeout_s
         super().__setitem__(stream_id, buffer)

@@ -8,6 +8,7 @@ import errno
 import logging
 import socket
 import ssl
+import sys
 from collections.abc import Sequence
 
 import trio
@@ -169,4 +170,6 @@ def _hypercorn_config(config: ServerConfig) -> HypercornConfig:
     hypercorn_config.include_server_header = False
     hypercorn_config.h11_max_incomplete_size = config.max_header_bytes
     hypercorn_config.h2_max_header_list_size = config.max_header_bytes
+    # Over a number of requests Hypercorn ends an HTTP/2 connection under the streams that are still open.
+    hypercorn_config.keep_alive_max_requests = sys.maxsize
     return hypercorn_config

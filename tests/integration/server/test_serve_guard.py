@@ -387,6 +387,55 @@ async def test_a_client_that_does_not_speak_tls_ends_its_own_connection_only() -
         await client.read_to_end()
 
 
+async def test_an_http2_stream_whose_client_takes_nothing_ends_and_its_neighbours_go_on() -> None:
+    """While parts are written, and when the last one waits to be taken."""
+    ended = trio.Event()
+
+    async def write(scope, receive, send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            await make_app()(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            if scope["path"] == "/once":
+                await send({"type": "http.response.body", "body": bytes(66_000), "more_body": False})
+            while scope["path"] == "/parts":
+                await send({"type": "http.response.body", "body": bytes(16_000), "more_body": True})
+        finally:
+            ended.set()
+
+    tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
+    config = ServerConfig(port=0, http2=True, write_timeout_s=0.05)
+    for path in (b"/once", b"/parts"):
+        async with open_server(write, config, tls=tls) as server, open_tls(server.url, alpn=["h2"]) as stream:
+            client = Http2Client(stream)
+            await client.send_headers(1, b"GET", path)
+            reset = await client.read_event(h2.events.StreamReset)
+            assert (reset.stream_id, reset.error_code) == (1, h2.errors.ErrorCodes.CANCEL)
+            client.protocol.increment_flow_control_window(65535)
+            await client.send_headers(3, b"GET", b"/health")
+            assert await client.read_status(3) == b"200"
+        await ended.wait()
+        ended = trio.Event()
+
+
+async def test_an_http2_connection_has_no_last_request() -> None:
+    """Hypercorn would end it after a thousand, whatever its other streams do."""
+
+    async def nothing(scope, receive, send) -> None:
+        assert scope["type"] == "http"
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    tls = anonymous_tls_context(ssl.PROTOCOL_TLS_SERVER)
+    config = ServerConfig(port=0, http2=True, access_log=False)
+    async with open_server(nothing, config, tls=tls) as server, open_tls(server.url, alpn=["h2"]) as stream:
+        client = Http2Client(stream)
+        for number in range(1005):
+            await client.send_headers(2 * number + 1, b"GET", b"/")
+            assert await client.read_status(2 * number + 1) == b"204"
+
+
 async def test_an_http2_client_that_takes_nothing_holds_its_handler_back() -> None:
     """HTTP/2 has flow control of its own: the window is used up, and the handler waits instead of filling memory."""
     num_sent_bytes = 0

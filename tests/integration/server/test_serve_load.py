@@ -11,7 +11,7 @@ from trioengine.testing.http_server import open_server
 from trioengine.testing.raw_http import open_raw_http, request_bytes
 
 NUM_STREAMS = 256
-NUM_TOKENS = 40
+NUM_TOKENS = 12
 
 
 async def test_health_is_answered_between_256_streams() -> None:
