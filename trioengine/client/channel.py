@@ -1,12 +1,10 @@
 """`CoalescingChannel`: how one request's outputs reach its reader.
 
-A trio memory channel of size one. While the reader has not taken the object sent last, new output is merged into that
-object instead of being sent, so a slow reader gets one larger output, no token is lost, and memory stays bounded by
-the output itself. Putting never waits.
+A channel of size one. While the reader has not taken the object that waits, new output is merged into that object, so a
+slow reader gets one larger output, no token is lost, and memory stays bounded by the output itself. Putting never
+waits.
 """
 
-import contextlib
-import sys
 from collections.abc import Sequence
 
 import trio
@@ -20,10 +18,20 @@ from trioengine.types.output import FinishReason
 class CoalescingChannel:
     """One producer (it is a `frontend.sink.Sink`), one reader.
 
-    "Not taken" covers two places: the channel's buffer, and the way to a reader that was asleep and has been handed
-    the object but has not run yet. Merging is right in both, because the reader looks at the object only after it has
-    marked it as taken, with no await between.
+    A reader that sleeps is woken, and takes what waits when it runs: what is put between the two is merged like
+    everything else. A cancel reaches it before it is woken, when it has taken nothing, or after its next await.
     """
+
+    __slots__ = (
+        "_is_closed",
+        "_is_final_only",
+        "_is_over",
+        "_is_ready",
+        "_min_later_tokens",
+        "_min_tokens",
+        "_pending",
+        "_reader",
+    )
 
     def __init__(self, *, n: int = 1, is_final_only: bool = False, interval: int = 1) -> None:
         """For a request of `n` answers, which end one by one.
@@ -31,20 +39,26 @@ class CoalescingChannel:
         With `is_final_only` everything is held until the end, and the reader is woken once. With an `interval`, what
         follows the first output is held until there are so many tokens.
         """
-        self._send, self._receive = trio.open_memory_channel[AnyPendingOutput](1)
-        self._last = new_pending_output(n)
-        self._is_delivered = False
-        self._min_tokens = sys.maxsize if is_final_only else 0
+        self._pending = new_pending_output(n)
+        self._is_ready = False
+        """Whether the reader may take `_pending`."""
+        self._is_over = False
+        """Whether the last output was taken."""
+        self._is_closed = False
+        self._reader: trio.lowlevel.Task | None = None
+        """Sleeps in `receive`."""
+        self._is_final_only = is_final_only
+        self._min_tokens = 1 if is_final_only else 0
         """Fewer tokens than this are held until there are as many; 0 holds nothing."""
-        self._min_later_tokens = self._min_tokens if interval == 1 else max(interval, self._min_tokens)
+        self._min_later_tokens = interval if interval > 1 else self._min_tokens
 
     def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
         """Keep what became known of the prompt for the first output."""
-        self._pending().put_prompt(num_cached_tokens, logprobs)
+        self._pending.put_prompt(num_cached_tokens, logprobs)
 
     def put_weight_version(self, version: str) -> None:
         """Keep whose weights compute what comes next."""
-        self._pending().put_weight_version(version)
+        self._pending.put_weight_version(version)
 
     def put(
         self,
@@ -56,45 +70,57 @@ class CoalescingChannel:
         index: int = 0,
     ) -> None:
         """Give the reader new output; with a `finish_reason`, the last of this answer."""
-        self._pending().put(text, token_ids, finish_reason, stop_reason, logprobs, index)
-        self._deliver()
+        pending = self._pending
+        pending.put(text, token_ids, finish_reason, stop_reason, logprobs, index)
+        if not self._min_tokens or pending.is_last or self._has_enough(pending):
+            self._wake()
 
     def fail(self, error: TrioEngineError) -> None:
         """Give the reader an error, after all output that it has not read yet."""
-        self._pending().fail(error)
-        self._deliver()
+        self._pending.fail(error)
+        self._wake()
 
     async def receive(self) -> AnyPendingOutput:
         """Wait for output. A cancelled call takes nothing.
 
         Raises:
             trio.EndOfChannel: the last output was received before.
+            trio.ClosedResourceError: the reader has left.
+            trio.BusyResourceError: another task reads.
         """
-        pending = await self._receive.receive()
-        pending.is_taken = True
+        if self._is_ready or self._is_over or self._is_closed:
+            await trio.lowlevel.checkpoint()
+        elif self._reader is not None:
+            raise trio.BusyResourceError("another task reads")
+        else:
+            self._reader = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._stop_waiting)
+        if self._is_closed:
+            raise trio.ClosedResourceError
+        if self._is_over:
+            raise trio.EndOfChannel
+        pending = self._pending
+        self._is_ready = False
+        self._is_over = pending.is_last
+        self._pending = next_pending_output(pending)
+        self._min_tokens = self._min_later_tokens
         return pending
 
     def close(self) -> None:
         """The reader leaves. Later output is dropped."""
-        self._receive.close()
+        self._is_closed = True
+        self._wake()
 
-    def _pending(self) -> AnyPendingOutput:
-        """The object that new output goes into: the one not taken yet, else a new one."""
-        last = self._last
-        if last.is_taken:
-            self._last = last = next_pending_output(last)
-            self._is_delivered = False
-        return last
+    def _has_enough(self, pending: AnyPendingOutput) -> bool:
+        return not self._is_final_only and pending.has_at_least(self._min_tokens)
 
-    def _deliver(self) -> None:
-        """Send the newest object unless it is on its way already, or held because more follows."""
-        last = self._last
-        if not self._is_delivered and (not self._min_tokens or last.is_last or last.has_at_least(self._min_tokens)):
-            self._is_delivered = True
-            self._min_tokens = self._min_later_tokens
-            # The object before was taken, so the buffer is empty: this never raises WouldBlock. A reader that has left
-            # has its abort on the way.
-            with contextlib.suppress(trio.BrokenResourceError):
-                self._send.send_nowait(last)
-        if last.is_last:
-            self._send.close()
+    def _wake(self) -> None:
+        self._is_ready = True
+        reader = self._reader
+        if reader is not None:
+            self._reader = None
+            trio.lowlevel.reschedule(reader)
+
+    def _stop_waiting(self, _: object) -> trio.lowlevel.Abort:
+        self._reader = None
+        return trio.lowlevel.Abort.SUCCEEDED

@@ -12,21 +12,20 @@ from trioengine.types.output import CompletionOutput, FinishReason, PositionLogp
 
 @attrs.define(eq=False)
 class PendingOutput:
-    """Grows until it is taken, and is then its reader's alone. A `Sink`: what is put is merged into it."""
+    """Grows until its reader takes it. A `Sink`: what is put is merged into it."""
 
     texts: list[str] = attrs.field(factory=list[str])
     token_ids: list[int] = attrs.field(factory=list[int])
-    logprobs: list[LogprobEntry] = attrs.field(factory=list[LogprobEntry])
-    """One for each of `token_ids`, or none."""
+    logprobs: list[LogprobEntry] | None = None
+    """One for each of `token_ids`, or none. No list where nobody asks, as one is made for every token."""
     num_cached_tokens: int = 0
-    prompt_logprobs: list[LogprobEntry] = attrs.field(factory=list[LogprobEntry])
+    prompt_logprobs: list[LogprobEntry] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     weight_version: str | None = None
     """Where it has changed."""
     error: TrioEngineError | None = None
     """Comes after the tokens beside it."""
-    is_taken: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -45,7 +44,8 @@ class PendingOutput:
     def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
         """Add what became known of the prompt."""
         self.num_cached_tokens = num_cached_tokens or self.num_cached_tokens
-        self.prompt_logprobs.extend(logprobs)
+        if logprobs:
+            self.prompt_logprobs = [*(self.prompt_logprobs or ()), *logprobs]
 
     def put_weight_version(self, version: str) -> None:
         """The newest counts."""
@@ -66,6 +66,8 @@ class PendingOutput:
             self.texts.append(text)
         self.token_ids.extend(token_ids)
         if logprobs:
+            if self.logprobs is None:
+                self.logprobs = []
             self.logprobs.extend(logprobs)
         if finish_reason is not None:
             self.finish_reason, self.stop_reason = finish_reason, stop_reason
@@ -87,7 +89,6 @@ class ParallelPendingOutput:
     prompt_logprobs: list[LogprobEntry] = attrs.field(factory=list[LogprobEntry])
     weight_version: str | None = None
     error: TrioEngineError | None = None
-    is_taken: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -219,10 +220,10 @@ class OutputBuilder:
         """Keep what the first output says of the prompt."""
         self._num_cached_tokens = pending.num_cached_tokens
         if self._processed.sampling.prompt_logprobs is not None:
-            self._prompt_logprobs = _positions(self._processed, pending.prompt_logprobs)
+            self._prompt_logprobs = _positions(self._processed, pending.prompt_logprobs or ())
 
     def _next_logprobs(self, pending: PendingOutput) -> tuple[PositionLogprobs, ...]:
-        new = [entry.to_position(self._processed.tokenizer) for entry in pending.logprobs]
+        new = [entry.to_position(self._processed.tokenizer) for entry in pending.logprobs or ()]
         if not self._is_cumulative:
             return tuple(new)
         self._logprobs.extend(new)

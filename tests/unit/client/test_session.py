@@ -204,39 +204,43 @@ async def test_leaving_aborts_the_answer(autojump_clock: MockClock) -> None:
 
 
 async def test_an_abort_by_name_ends_the_answer_and_the_session_goes_on(autojump_clock: MockClock) -> None:
-    async with open_scripted_engine(PACE, make_core(), READY) as scripted:
-        async with open_session(scripted.engine, request()) as session:
-            await session.send(StreamingInput([8]))
-            first = await anext(session)
-            scripted.engine.abort(session.request_id)
-            outputs, answer = await read_answer(session)
-            assert outputs[-1].outputs[0].finish_reason is FinishReason.ABORT
-            await session.send(StreamingInput([9]))
-            output = await anext(session)
-            assert output.prompt_token_ids == (5, 6, 7, 8, *first.outputs[0].token_ids, *answer, 9)
+    async with (
+        open_scripted_engine(PACE, make_core(), READY) as scripted,
+        open_session(scripted.engine, request()) as session,
+    ):
+        await session.send(StreamingInput([8]))
+        first = await anext(session)
+        scripted.engine.abort(session.request_id)
+        outputs, answer = await read_answer(session)
+        assert outputs[-1].outputs[0].finish_reason is FinishReason.ABORT
+        await session.send(StreamingInput([9]))
+        output = await anext(session)
+        assert output.prompt_token_ids == (5, 6, 7, 8, *first.outputs[0].token_ids, *answer, 9)
 
 
 async def test_what_cannot_work_is_told_and_the_session_goes_on(autojump_clock: MockClock) -> None:
     """By `send` where the answer can start at once, else by reading."""
-    async with open_scripted_engine(PACE, make_core(), READY) as scripted:
-        async with open_session(scripted.engine, request()) as session:
-            with pytest.raises(PromptTooLongError):
-                await session.send(StreamingInput([1] * MAX_LEN))
-            with pytest.raises(RequestError) as caught:
-                await session.send(StreamingInput([1], SamplingParams(n=2)))
-            assert caught.value.param == "n"
-            await session.send(StreamingInput([8]))
-            await session.send(StreamingInput([-1]))
+    async with (
+        open_scripted_engine(PACE, make_core(), READY) as scripted,
+        open_session(scripted.engine, request()) as session,
+    ):
+        with pytest.raises(PromptTooLongError):
+            await session.send(StreamingInput([1] * MAX_LEN))
+        with pytest.raises(RequestError) as caught:
+            await session.send(StreamingInput([1], SamplingParams(n=2)))
+        assert caught.value.param == "n"
+        await session.send(StreamingInput([8]))
+        await session.send(StreamingInput([-1]))
+        await session.send(StreamingInput([9]))
+        await read_answer(session)
+        with pytest.raises(RequestError, match="token id"):
+            await anext(session)
+        outputs, _ = await read_answer(session)
+        assert outputs[0].prompt_token_ids[:4] == (5, 6, 7, 8)
+        assert outputs[0].prompt_token_ids[-1] == 9
+        session.finish()
+        with pytest.raises(RuntimeError, match="finished"):
             await session.send(StreamingInput([9]))
-            await read_answer(session)
-            with pytest.raises(RequestError, match="token id"):
-                await anext(session)
-            outputs, _ = await read_answer(session)
-            assert outputs[0].prompt_token_ids[:4] == (5, 6, 7, 8)
-            assert outputs[0].prompt_token_ids[-1] == 9
-            session.finish()
-            with pytest.raises(RuntimeError, match="finished"):
-                await session.send(StreamingInput([9]))
 
 
 async def test_deadlines_count_for_each_answer(autojump_clock: MockClock) -> None:

@@ -98,9 +98,9 @@ def columns(*tokens: tuple[AddedRequest, str]) -> LogprobColumns:
     )
 
 
-def spelled(entries: Sequence[LogprobEntry]) -> str:
+def spelled(entries: Sequence[LogprobEntry] | None) -> str:
     """The tokens that these entries are of."""
-    return TOKENIZER.decode([unpack_int32(entry.token_ids)[0] for entry in entries])
+    return TOKENIZER.decode([unpack_int32(entry.token_ids)[0] for entry in entries or ()])
 
 
 def length(added: AddedRequest) -> Finished:
@@ -475,7 +475,7 @@ def test_log_probabilities_for_slots_that_nobody_waits_at_are_ignored(front: Fro
     slots = pack_int32([a.messages[0].slot, 7, b.messages[0].slot, 7])
     late = columns((a, "2"), (b, "2"), (c, "3"))
     front.step((a, "2"), (c, "3"), logprobs=late, prompt_logprobs=late, cached_tokens=slots)
-    assert (a_sink.logprobs, a_sink.prompt_logprobs, a_sink.num_cached_tokens) == ([], [], 0)
+    assert (a_sink.logprobs, a_sink.prompt_logprobs, a_sink.num_cached_tokens) == (None, None, 0)
     assert spelled(c_sink.logprobs) == "3"
 
 

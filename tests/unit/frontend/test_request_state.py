@@ -167,7 +167,7 @@ def test_log_probabilities_that_nobody_asked_for_are_ignored() -> None:
     state, sink = start()
     state.receive_logprobs(entries([97]))
     state.receive([97], None)
-    assert (sink.token_ids, sink.logprobs) == ([97], [])
+    assert (sink.token_ids, sink.logprobs) == ([97], None)
 
 
 def test_what_is_known_of_the_prompt_reaches_only_those_who_wait() -> None:
