@@ -54,7 +54,7 @@ class ApiServer:
         from trioengine.server import create_app, serve
 
         stop = trio.Event()
-        app = create_app(engine, shutdown=self._shutdown, stop=stop, is_strict=self._config.strict)
+        app = create_app(engine, self._config, shutdown=self._shutdown, stop=stop)
         timeout_s = self._config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S
         config = attrs.evolve(self._config, shutdown_timeout_s=timeout_s)
         async with trio.open_nursery() as watching:
