@@ -12,7 +12,7 @@ from quart import Response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioengine.config.server import ServerConfig
-from trioengine.errors import EngineDeadError, EngineGenerateError, TrioEngineError
+from trioengine.errors import EngineDeadError, EngineGenerateError, TrioEngineError, UnavailableError
 from trioengine.server.app import create_app
 from trioengine.server.routes.encode import MAX_RUNNING_INPUTS
 from trioengine.testing.fake_engine import FakeEngine
@@ -141,6 +141,28 @@ async def test_a_batch_that_is_cancelled_half_way_leaves_nothing() -> None:
             nursery.cancel_scope.cancel()
     assert engine.num_encoding == 0
     assert len(engine.encode_requests) == MAX_RUNNING_INPUTS
+
+
+async def test_a_batch_larger_than_the_queue_goes_on_with_what_fits() -> None:
+    """Case 20 (vllm 2901): it needs no second try; one that finds no place at all is told to come again."""
+
+    class Small(FakeVectorEngine):
+        num_places = 3
+
+        async def encode(self, request: EncodeRequest) -> PoolingOutput:
+            if self.num_encoding >= self.num_places:
+                raise UnavailableError("The engine is full.", retry_after_s=3.0)
+            return await super().encode(request)
+
+    engine = Small()
+    with trio.fail_after(10):
+        reply = await json_of(await post(engine, PATH, {"input": [[index + 1] for index in range(500)]}))
+    assert [item["embedding"][1] for item in reply["data"]] == [float(index + 1) for index in range(500)]
+    assert engine.most_encoding == 3
+    engine.num_places = 0
+    response = await post(engine, PATH, {"input": ["a", "b"]})
+    assert response.status_code == 503
+    assert response.headers["Retry-After"] == "3"
 
 
 async def test_the_first_failure_ends_the_batch() -> None:

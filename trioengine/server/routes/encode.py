@@ -5,6 +5,7 @@ client disconnects.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -12,7 +13,7 @@ import attrs
 import trio
 from quart import Response, request
 
-from trioengine.errors import RequestError, TrioEngineError
+from trioengine.errors import RequestError, TrioEngineError, UnavailableError
 from trioengine.openai.encode_protocol import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -126,7 +127,7 @@ class _Batch(Generic[B]):
             TrioEngineError: the first error of any input; the others were ended.
         """
         _facts(self.context)
-        self.context.engine.check_admission(min(len(inputs), MAX_RUNNING_INPUTS))
+        self.context.engine.check_admission()
         open_request = self.context.open_requests.open(self.head.id, request.path)
         try:
             return await self.context.run_to_end(lambda: self._run(inputs, params, open_request), self.body.timeout)
@@ -138,12 +139,23 @@ class _Batch(Generic[B]):
     ) -> Sequence[PoolingOutput]:
         outputs: dict[int, PoolingOutput] = {}
         errors: list[TrioEngineError] = []
-        waiting = iter(enumerate(inputs))
+        waiting = deque(enumerate(inputs))
+        num_workers = min(len(inputs), MAX_RUNNING_INPUTS)
 
         async def work(scope: trio.CancelScope) -> None:
-            for index, (prompt, path) in waiting:
+            nonlocal num_workers
+            while waiting:
+                index, (prompt, path) = waiting.popleft()
                 try:
                     output = await self.context.engine.encode(self._request(index, prompt, params))
+                except UnavailableError as error:
+                    # The engine takes fewer of them at a time. As long as any of this batch run, it goes on with those.
+                    if num_workers == 1:
+                        errors.append(error)
+                        return
+                    waiting.appendleft((index, (prompt, path)))
+                    num_workers -= 1
+                    return
                 except TrioEngineError as error:
                     errors.append(_at_path(error, path))
                     scope.cancel()
@@ -152,7 +164,7 @@ class _Batch(Generic[B]):
                 open_request.num_prompt_tokens = (open_request.num_prompt_tokens or 0) + len(output.prompt_token_ids)
 
         async with trio.open_nursery() as nursery:
-            for _ in range(min(len(inputs), MAX_RUNNING_INPUTS)):
+            for _ in range(num_workers):
                 nursery.start_soon(work, nursery.cancel_scope)
         if errors:
             raise errors[0]
