@@ -97,6 +97,16 @@ class StreamBody(ResponseBody):
         self._open_request = open_request or OpenRequest("", "", 0.0)
         self._has_output = False
         self._has_ended = False
+        self._first: RequestOutput | None = None
+        """An output that was waited for before the body is read."""
+
+    async def wait_for_output(self) -> None:
+        """Wait for the first output, not longer than until a ping is due: what is wrong by then can still be a status.
+
+        Raises:
+            TrioEngineError: why there is none.
+        """
+        self._first = await self._first_output()
 
     async def __aenter__(self) -> Self:
         return self
@@ -128,7 +138,7 @@ class StreamBody(ResponseBody):
             # Tokens come steadily now; a cancel scope for each would cost more than the rest of this function.
             output = await self._outputs.__anext__()
         else:
-            output = await self._first_output()
+            output = self._first or await self._first_output()
             if output is None:
                 return PING
             self._has_output = True

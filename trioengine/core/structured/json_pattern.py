@@ -16,6 +16,9 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 _FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_NO_LITERAL = frozenset([r"\b", r"\B", r"\k", *(rf"\{digit}" for digit in range(1, 10))])
+"""Word boundaries and back references, outside of classes."""
 _DATE = (
     r"(?:\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|"
     r"02-(?:0[1-9]|1\d|2[0-8]))|(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
@@ -47,6 +50,10 @@ def pattern_fault(value: object) -> str | None:
             in_class, is_negated = token == "[", after == "^"
             if in_class and tokens[index + 1 + is_negated : index + 2 + is_negated] == ["]"]:
                 return "has a class of characters that is empty or begins with ]"
+            if token == "(" and _LOOK_AROUND.match("".join(tokens[index : index + 4])):
+                return "has look-ahead or look-behind, which is not supported"
+            if token in _NO_LITERAL:
+                return f"has {token}, which is not supported"
             if token == "{" and after == ",":
                 return "has a repetition without its least number"
             if is_lost(_spelled(token)):

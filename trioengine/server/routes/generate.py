@@ -97,9 +97,15 @@ async def stream_one(
     except BaseException:
         request_scope.cancel()
         raise
-    response = Response(
-        StreamBody(outputs, events, request_scope, open_request), headers=headers, content_type=CONTENT_TYPE
-    )
+    stream_body = StreamBody(outputs, events, request_scope, open_request)
+    if generate_request.sampling.structured_outputs is not None:
+        # Whether a form can be kept is known for certain when it has been compiled, in the core.
+        try:
+            await stream_body.wait_for_output()
+        except BaseException:
+            request_scope.cancel()
+            raise
+    response = Response(stream_body, headers=headers, content_type=CONTENT_TYPE)
     # Quart would cut it after a minute.
     response.timeout = None
     return response

@@ -1,0 +1,187 @@
+"""The chat route over a scripted engine: calls, reasoning, forms and log probabilities, streamed and whole."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from quart import Response
+
+from trioengine.checkpoint.generation import GenerationDefaults
+from trioengine.config.engine import EngineConfig
+from trioengine.config.server import ServerConfig
+from trioengine.errors import RequestError
+from trioengine.server.app import create_app
+from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
+from trioengine.types.output import FinishReason
+from trioengine.types.request import ChatPrompt
+
+CHAT: Mapping[str, object] = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOL: Mapping[str, object] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+HERMES = ServerConfig(tool_call_parser="hermes")  # pyright: ignore[reportArgumentType]
+CALL = ("Let me ", "add.\n<tool", '_call>{"name": "add", "argu', 'ments": {"a"', ": 1}}</tool_call>")
+
+
+async def post(engine: FakeEngine, config: ServerConfig | None = None, **fields: object) -> Response:
+    client = create_app(engine, config).test_client()
+    return await client.post("/v1/chat/completions", json={**CHAT, **fields})
+
+
+async def chunks_of(response: Response) -> list[Any]:
+    events = (await response.get_data(as_text=False)).split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    return [json.loads(event.removeprefix(b"data: ")) for event in events[:-2]]
+
+
+async def test_a_call_is_told_apart_from_text() -> None:
+    """With its id, and the reason "tool_calls"."""
+    reply = await (await post(FakeEngine(ScriptedReply(deltas=CALL)), HERMES, tools=[TOOL])).get_json()
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me add."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["id"].startswith("call_")
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+async def test_a_streamed_call_has_its_name_first() -> None:
+    """Case 28 (vllm 51697): the index in every delta, id and name in the first only."""
+    response = await post(FakeEngine(ScriptedReply(deltas=CALL)), HERMES, tools=[TOOL], stream=True)
+    choices = [chunk["choices"][0] for chunk in await chunks_of(response)]
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "Let me add."
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0] * len(calls)
+    assert ["id" in call for call in calls] == [True] + [False] * (len(calls) - 1)
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_that_is_cut_ends_with_length() -> None:
+    """Case 28: and its arguments are not completed by anybody."""
+    scripted = ScriptedReply(deltas=CALL[:-1], finish_reason=FinishReason.LENGTH)
+    reply = await (await post(FakeEngine(scripted), HERMES, tools=[TOOL])).get_json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a"'
+
+
+async def test_without_tools_markup_is_text() -> None:
+    """Nobody asked for calls."""
+    reply = await (await post(FakeEngine(ScriptedReply(deltas=CALL)), HERMES)).get_json()
+    assert reply["choices"][0]["message"]["content"] == "".join(CALL)
+    assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+async def test_reasoning_is_told_apart_from_the_answer(name: str) -> None:
+    """And its tokens are counted; calls behind it are found."""
+    deltas = ("<think>", "2 + 2", "</think>", "\n\n", *CALL)
+    config = EngineConfig(reasoning_parser=name)  # pyright: ignore[reportArgumentType]
+    engine = FakeEngine(ScriptedReply(deltas=deltas), config=config)
+    reply = await (await post(engine, HERMES, tools=[TOOL])).get_json()
+    message = reply["choices"][0]["message"]
+    assert message["reasoning_content"] == message["reasoning"] == "2 + 2"
+    assert message["content"] == "Let me add."
+    assert len(message["tool_calls"]) == 1
+    assert "reasoning_tokens" in reply["usage"]["completion_tokens_details"]
+    hidden = await (await post(engine, HERMES, include_reasoning=False)).get_json()
+    assert "reasoning_content" not in hidden["choices"][0]["message"]
+
+
+async def test_log_probabilities_are_openais() -> None:
+    """The token's own, its bytes, and those of the most likely ones; streamed and whole."""
+    whole = await (await post(FakeEngine(), logprobs=True, top_logprobs=2)).get_json()
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert len(content) == 4
+    assert content[0] == {
+        "token": "x",
+        "logprob": -1.0,
+        "bytes": [120],
+        "top_logprobs": [
+            {"token": "x", "logprob": -1.0, "bytes": [120]},
+            {"token": "x", "logprob": -2.0, "bytes": [120]},
+        ],
+    }
+    chunks = await chunks_of(await post(FakeEngine(), logprobs=True, top_logprobs=2, stream=True))
+    streamed = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert streamed == content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_schema_that_cannot_be_kept_is_a_400_with_its_path(stream: bool) -> None:
+    """Case 31 (llama.cpp 19051): for answers and for strict functions, before any header."""
+    schema = {"type": "object", "properties": {"a": {"pattern": "(?=x)"}}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    for fields, param in (
+        ({"response_format": response_format}, "response_format.json_schema.schema"),
+        ({"tools": [{"type": "function", "function": function}]}, "tools[0].function.parameters"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+    ):
+        engine = FakeEngine()
+        response = await post(engine, stream=stream, **fields)
+        error = (await response.get_json())["error"]
+        assert response.status_code == 400
+        assert error["param"] == param
+        assert "/properties/a/pattern" in error["message"] or "/not" in error["message"]
+        assert not engine.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_only_the_core_finds_wrong_with_a_form_is_a_400_too(stream: bool) -> None:
+    """Cases 31 (llama.cpp 19051) and 33 (vllm 17313): a stream's headers wait for its first output."""
+    error = RequestError("structured_outputs.regex: unclosed group.", param="structured_outputs.regex")
+    engine = FakeEngine(ScriptedReply(deltas=(), error=error))
+    response = await post(engine, stream=stream, structured_outputs={"regex": "("})
+    assert response.status_code == 400
+    assert (await response.get_json())["error"]["param"] == "structured_outputs.regex"
+    assert not engine.live
+
+
+async def test_a_stream_with_a_form_has_all_of_its_text() -> None:
+    """Also what came before the headers."""
+    response = await post(FakeEngine(), stream=True, response_format={"type": "json_object"})
+    chunks = await chunks_of(response)
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "Hello, world!"
+
+
+async def test_history_with_arguments_that_are_no_object_is_a_400() -> None:
+    """Case 29 (sglang 28035): naming the message."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    response = await post(FakeEngine(), messages=messages)
+    assert response.status_code == 400
+    assert (await response.get_json())["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+async def test_unknown_fields_are_named_in_a_header_or_refused() -> None:
+    """As the server is told."""
+    response = await post(FakeEngine(), temprature=1)
+    assert response.headers["X-TrioEngine-Warning"] == "fields without effect: temprature"
+    refused = await post(FakeEngine(), ServerConfig(strict=True), temprature=1)
+    assert refused.status_code == 400
+    assert (await refused.get_json())["error"]["param"] == "temprature"
+
+
+async def test_the_authors_defaults_are_the_servers_choice() -> None:
+    """`--generation-config vllm` leaves them out; completions take them too, but not their limit."""
+    defaults = GenerationDefaults(temperature=0.5, max_tokens=9)
+    engine = FakeEngine(generation_defaults=defaults)
+    await post(engine)
+    await post(engine, ServerConfig(generation_config="vllm"))  # pyright: ignore[reportArgumentType]
+    await create_app(engine).test_client().post("/v1/completions", json={"prompt": "a"})
+    sampling = [request.sampling for request in engine.requests]
+    assert [params.temperature for params in sampling] == [0.5, 1.0, 0.5]
+    assert [params.max_tokens for params in sampling] == [9, None, 16]
+
+
+async def test_the_prompt_may_end_with_the_start_of_the_answer() -> None:
+    """`continue_final_message`."""
+    engine = FakeEngine()
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "The an"}]  # pyright: ignore[reportGeneralTypeIssues]
+    await post(engine, messages=messages, continue_final_message=True)
+    prompt = engine.requests[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.continue_final_message
