@@ -40,6 +40,8 @@ class Live:
     num_committed_blocks: int
     num_resets: int
     """Before it was admitted."""
+    can_commit: bool = True
+    """Whether others may find what it has."""
 
     def prefix(self, position: int) -> Prefix:
         """What its tokens up to this one are found as."""
@@ -99,8 +101,13 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     # What a scheduler does
 
-    @rule(data=st.data(), is_cached=st.sampled_from([True, True, True, False]), is_whole=st.booleans())
-    def admit(self, data: st.DataObject, is_cached: bool, is_whole: bool) -> None:
+    @rule(
+        data=st.data(),
+        is_cached=st.sampled_from([True, True, True, False]),
+        can_commit=st.sampled_from([True, True, True, False]),
+        is_whole=st.booleans(),
+    )
+    def admit(self, data: st.DataObject, is_cached: bool, can_commit: bool, is_whole: bool) -> None:
         """Start a sequence, often with tokens that others have too."""
         namespace = data.draw(st.sampled_from(NAMESPACES))
         tokens = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_NUM_TOKENS)
@@ -109,7 +116,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         start = data.draw(st.sampled_from(others)) if others and data.draw(st.sampled_from([True, True, False])) else []
         token_ids = array("i", (start + data.draw(tokens))[:MAX_NUM_TOKENS])
         max_new_tokens = None if is_whole else data.draw(st.integers(1, 4))
-        self._admit(self.num_sequences, token_ids, namespace, max_new_tokens, is_cached)
+        self._admit(self.num_sequences, token_ids, namespace, max_new_tokens, is_cached, can_commit)
         self.num_sequences += 1
 
     @precondition(lambda self: self.preempted)
@@ -119,7 +126,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         sequence_id = data.draw(st.sampled_from(sorted(self.preempted)))
         live = self.preempted.pop(sequence_id)
         max_new_tokens = None if is_whole else data.draw(st.integers(1, 4))
-        self._admit(sequence_id, live.token_ids, live.namespace, max_new_tokens)
+        self._admit(sequence_id, live.token_ids, live.namespace, max_new_tokens, can_commit=live.can_commit)
 
     @precondition(lambda self: self.live.keys() > self.scheduled.keys())
     @rule(data=st.data(), num_tokens=st.integers(1, 4), num_drafts=st.integers(0, 2))
@@ -236,6 +243,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         namespace: bytes,
         max_new_tokens: int | None,
         is_cached: bool = True,
+        can_commit: bool = True,
     ) -> None:
         expected = self._longest_prefix(namespace, token_ids) if is_cached else 0
         before = self._books()
@@ -245,9 +253,16 @@ class KVCacheMachine(RuleBasedStateMachine):
             max_new_tokens=max_new_tokens,
             namespace=namespace,
             use_cached=is_cached,
+            can_commit=can_commit,
         )
         live = Live(
-            token_ids, namespace, [[] for _ in self.groups], expected, expected // self.block_size, self.num_resets
+            token_ids,
+            namespace,
+            [[] for _ in self.groups],
+            expected,
+            expected // self.block_size,
+            self.num_resets,
+            can_commit,
         )
         if admission is None:
             self.preempted[sequence_id] = live  # To ask again.
@@ -268,8 +283,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         live = self.live[sequence_id]
         self.scheduled[sequence_id] = (live.num_computed, end)
         self.kv_cache.commit(sequence_id, live.token_ids, end)
-        live.num_committed_blocks = max(live.num_committed_blocks, end // self.block_size)
-        self._read_events()
+        if live.can_commit:
+            live.num_committed_blocks = max(live.num_committed_blocks, end // self.block_size)
+            self._read_events()
+        else:
+            assert self.kv_cache.events_after(self.last_event).events == ()
 
     def _free(self, sequence_id: int) -> None:
         self.preempted[sequence_id] = self.live.pop(sequence_id)

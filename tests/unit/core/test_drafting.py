@@ -401,6 +401,22 @@ def test_an_abort_while_the_grammar_compiles_abandons_it() -> None:
     assert not driver.core.has_work
 
 
+def test_a_deadline_passes_while_the_grammar_compiles() -> None:
+    """The loop is told when to look, and the grammar is abandoned."""
+    driver, outputs = structured()
+    sampling = SamplingParams(structured_outputs=StructuredOutputsParams(regex="later 5 6"))
+    answer = driver.add(attrs.evolve(make_core_request(0, PROMPT, sampling=sampling), queue_timeout_s=3.0))
+    assert (driver.core.has_work, driver.core.idle_timeout_s()) == (False, 3.0)
+    driver.now_s = 3.0
+    driver.core.poll()
+    driver.take_all()
+    assert answer.finished is not None
+    assert answer.finished.error is not None
+    assert answer.finished.error.name == "DeadlineExceededError"
+    assert outputs.abandoned == outputs.compiling
+    driver.core.check_integrity()
+
+
 def test_a_pause_waits_for_a_request_that_waits_for_its_grammar() -> None:
     """And one that comes later waits for both, in whichever order they end."""
     driver, outputs = structured()

@@ -8,6 +8,7 @@ import pytest
 from trioengine.core.engine_core import MAX_SLOT
 from trioengine.core.executor import TokenLogprobs
 from trioengine.core.operations import HANDLERS
+from trioengine.core.request import Request
 from trioengine.errors import RequestError
 from trioengine.testing.core_driver import (
     Answer,
@@ -257,6 +258,27 @@ def test_everything_aborted_at_once_leaves_nothing() -> None:
     driver.run(max_steps=1)
     assert load(driver) == CoreLoad(0, 0, 64, 64)
     assert all(answer.finished == Finished(answer.slot, FinishReason.ABORT) for answer in answers)
+
+
+def test_the_cost_of_an_abort_does_not_depend_on_how_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looks for the request's place only, by halves: of 128 in one message, none looks at all that run."""
+    driver = CoreDriver(make_core_config(max_num_seqs=1024, max_num_batched_tokens=4096), num_blocks=4096)
+    for slot in range(1024):
+        driver.core.handle(0, make_core_request(slot, max_tokens=8))
+    driver.core.step()
+    assert driver.core.scheduler.num_running == 1024
+    num_looks, key = 0, Request.key.fget
+    assert key is not None
+
+    def counting(request: Request) -> tuple[int, int]:
+        nonlocal num_looks
+        num_looks += 1
+        return key(request)
+
+    monkeypatch.setattr(Request, "key", property(counting))
+    driver.core.handle(0, AbortRequests(tuple(range(0, 1024, 8))))
+    assert driver.core.scheduler.num_running == 1024 - 128
+    assert 128 <= num_looks <= 128 * 12
 
 
 def test_every_operation_has_one_handler() -> None:

@@ -162,6 +162,21 @@ def test_only_what_was_committed_is_found() -> None:
         kv_cache.free(2)
 
 
+def test_a_sequence_that_must_not_be_found_finds_others_and_leaves_nothing() -> None:
+    kv_cache = make_kv_cache(record_events=True)
+    compute(kv_cache, 0, tokens(A))
+    last = kv_cache.events_after(0).last
+    admission = kv_cache.admit(1, tokens(A, B, C), can_commit=False)
+    assert admission is not None
+    assert admission.num_cached_tokens == 4
+    kv_cache.commit(1, tokens(A, B, C), 12)
+    kv_cache.take_copies()
+    kv_cache.check_integrity()
+    kv_cache.free(1)
+    assert kv_cache.events_after(last).events == ()
+    assert compute(kv_cache, 2, tokens(A, B, C)) == 4
+
+
 def test_an_answer_is_found_by_the_next_turn() -> None:
     """Generated tokens are cached as those of prompts are."""
     kv_cache = make_kv_cache()
