@@ -70,6 +70,7 @@ async def test_operations_of_an_engine_core_in_memory(check: Check, autojump_clo
     async with open_scripted_engine(Script(pace_s=0.01), core, fake_ready()) as scripted:
         await check(fake_core_subject(scripted.engine))
         await scripted.engine.call(CheckIntegrity())
+        assert scripted.frontend.num_open_requests == 0
 
 
 @pytest.mark.parametrize("num_cores", [1, 2])
