@@ -38,41 +38,16 @@ class CompletionForm:
 class CompletionEvents(EventStream):
     """Outputs of one prompt in, bytes of events out. Its choices are counted on from those of the prompts before it."""
 
-    def __init__(self, head: ReplyHead, form: CompletionForm, prompt_index: int = 0) -> None:
-        """Prepare what all chunks share."""
-        super().__init__(
-            head,
-            _CHUNK,
-            include_usage=form.include_usage,
-            continuous_usage=form.continuous_usage,
-        )
-        self._form = form
-        self._first_index = prompt_index * form.n
-        self._echo = form.echoes[prompt_index] if form.echoes else ""
-        self._is_plain = form.logprobs is None and not self._echo and prompt_index == 0
-        self._prompt_logprobs: Sequence[PositionLogprobs | None] = ()
-        self._writers: dict[int, LegacyLogprobs | None] = {}
-        """Index of a choice that has begun -> the writer of its log probabilities, where they were asked for."""
+    @classmethod
+    def of(cls, head: ReplyHead, form: CompletionForm, prompt_index: int = 0) -> "CompletionEvents":
+        """The events of this prompt."""
+        is_plain = form.logprobs is None and not form.echoes and prompt_index == 0
+        # What is nothing but text is most of what there is, and has no more to do for each token.
+        return cls(head, form) if is_plain else _RichCompletionEvents(head, form, prompt_index)
 
-    def choice_events(self, choice: CompletionOutput, output: RequestOutput) -> bytes:
-        """The events of one choice of an output."""
-        if self._is_plain:
-            return super().choice_events(choice, output)
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs = output.prompt_logprobs
-        text, logprobs = choice.text, NULL
-        has_begun = choice.index in self._writers
-        if not has_begun:
-            text = self._echo + text
-            self._writers[choice.index] = self._writer(output)
-        writer = self._writers[choice.index]
-        if writer is not None:
-            writer.add(choice.logprobs or ())
-            logprobs = _dumps(writer.take()) if writer.has_tokens or choice.finish_reason is not None else NULL
-        if not text and logprobs is NULL and choice.finish_reason is None:
-            return b""
-        finish = choice if choice.finish_reason is not None else None
-        return self.text_chunk(self._first_index + choice.index, text, logprobs=logprobs, finish=finish)
+    def __init__(self, head: ReplyHead, form: CompletionForm) -> None:
+        """Prepare what all chunks share."""
+        super().__init__(head, _CHUNK, include_usage=form.include_usage, continuous_usage=form.continuous_usage)
 
     def chunks(self, output: RequestOutput, outputs: Iterable[RequestOutput]) -> bytes:
         """The events of an output where the stream is of several prompts: without the stream's end.
@@ -89,6 +64,37 @@ class CompletionEvents(EventStream):
         """The end of a stream of several prompts. `outputs` are their last ones."""
         usage = self._start + b'],"usage":' + _dumps(usage_of(outputs)) + b"}\n\n" if self._include_usage else b""
         return usage + DONE
+
+
+class _RichCompletionEvents(CompletionEvents):
+    """With log probabilities, the prompt's text, or choices that do not count from 0."""
+
+    def __init__(self, head: ReplyHead, form: CompletionForm, prompt_index: int) -> None:
+        super().__init__(head, form)
+        self._form = form
+        self._first_index = prompt_index * form.n
+        self._echo = form.echoes[prompt_index] if form.echoes else ""
+        self._prompt_logprobs: Sequence[PositionLogprobs | None] = ()
+        self._writers: dict[int, LegacyLogprobs | None] = {}
+        """Index of a choice that has begun -> the writer of its log probabilities, where they were asked for."""
+
+    def choice_events(self, choice: CompletionOutput, output: RequestOutput) -> bytes:
+        """The events of one choice of an output."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        text, logprobs = choice.text, NULL
+        if choice.index not in self._writers:
+            text = self._echo + text
+            self._writers[choice.index] = self._writer(output)
+        writer = self._writers[choice.index]
+        is_last = choice.finish_reason is not None
+        if writer is not None:
+            writer.add(choice.logprobs or ())
+            logprobs = _dumps(writer.take()) if writer.has_tokens or is_last else NULL
+        if not text and logprobs is NULL and not is_last:
+            return b""
+        finish = choice if is_last else None
+        return self.text_chunk(self._first_index + choice.index, text, logprobs=logprobs, finish=finish)
 
     def _writer(self, output: RequestOutput) -> "LegacyLogprobs | None":
         if self._form.logprobs is None:

@@ -144,7 +144,7 @@ def test_the_joined_chunks_are_the_whole_reply(texts: list[str], echo: str, has_
     positions = [position(text.encode()) for text in texts]
     prompt_logprobs = (None, position(b"second"))
     chunks: list[Any] = []
-    events = CompletionEvents(HEAD, form)
+    events = CompletionEvents.of(HEAD, form)
     for place, text in enumerate(texts):
         delta = output(0, text, positions[place : place + 1] if has_logprobs else (), is_last=place == len(texts) - 1)
         if place == 0 and has_logprobs:
@@ -188,7 +188,7 @@ def test_zero_log_probabilities_are_those_of_the_chosen_tokens() -> None:
 def test_the_choices_of_several_prompts_count_on() -> None:
     """Streamed and whole: the n choices of the first prompt come first, and the counts are of all."""
     form = CompletionForm(n=2, include_usage=True)
-    second = CompletionEvents(HEAD, form, prompt_index=1)
+    second = CompletionEvents.of(HEAD, form, prompt_index=1)
     last = [output(1, "a", is_last=True, num_tokens=3), output(0, "b", is_last=True, num_tokens=4)]
     (chunk,) = parse_events(second.chunks(last[1], last))
     assert chunk["choices"][0]["index"] == 2
@@ -203,7 +203,7 @@ def test_the_choices_of_several_prompts_count_on() -> None:
 def test_counts_so_far_are_those_of_all_prompts() -> None:
     """With `continuous_usage_stats`."""
     form = CompletionForm(include_usage=True, continuous_usage=True)
-    events = CompletionEvents(HEAD, form, prompt_index=1)
+    events = CompletionEvents.of(HEAD, form, prompt_index=1)
     newest = [output(0, "a", num_tokens=3), output(0, "b", num_tokens=1)]
     (chunk,) = parse_events(events.chunks(newest[1], newest))
     assert chunk["usage"]["completion_tokens"] == 4

@@ -26,7 +26,7 @@ def chat_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:
 
 
 def completion_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:
-    return CompletionEvents(head, CompletionForm(include_usage=include_usage))
+    return CompletionEvents.of(head, CompletionForm(include_usage=include_usage))
 
 
 STREAMS = [chat_stream, completion_stream]

@@ -64,14 +64,14 @@ async def completions(context: ServerContext) -> Response:
     generate_requests = [head.apply(generate_request, lora) for generate_request in generate_requests]
     form = _completion_form(context, body)
     if len(generate_requests) == 1 and body.stream:
-        return await stream_one(context, body, generate_requests[0], CompletionEvents(reply_head, form))
+        return await stream_one(context, body, generate_requests[0], CompletionEvents.of(reply_head, form))
     if len(generate_requests) == 1:
         return await whole_one(
             context, body, generate_requests[0], lambda output: completion_reply(reply_head, form, [output])
         )
     batch = RequestBatch([context.engine.generate(generate_request) for generate_request in generate_requests])
     if body.stream:
-        events = [CompletionEvents(reply_head, form, index) for index in range(len(generate_requests))]
+        events = [CompletionEvents.of(reply_head, form, index) for index in range(len(generate_requests))]
         return await _stream_batch(context, body, batch, events, head.id)
     return await _whole_batch(
         context, body, batch, lambda outputs: completion_reply(reply_head, form, outputs), head.id
