@@ -165,7 +165,7 @@ class LLM:
                     core.step()
                 self._deliver()
                 if not core.has_work and frontend.num_open_requests:  # All that is left waits for its grammar.
-                    poll((), waker=self._built.waker)
+                    poll((), waker=self._built.waker, timeout_s=core.idle_timeout_s())
                 for sink in sinks:
                     if sink.error is not None:
                         raise attrs.evolve(sink.error)

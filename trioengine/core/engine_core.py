@@ -1,7 +1,7 @@
 """`EngineCore`: messages in, steps on the executor, output out. Synchronous, without I/O.
 
 A loop around it (`runtime`) moves the bytes: it gives messages to `handle`, calls `poll` in each turn and `step` while
-`has_work`, and sends what `take_output` and `take_replies` return.
+`has_work`, and sends what `take_output` and `take_replies` return. Without work it waits, `idle_timeout_s` at most.
 """
 
 import heapq

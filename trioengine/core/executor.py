@@ -190,7 +190,10 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Computes steps. Not thread-safe; called by the core's loop only."""
+    """Computes steps. Not thread-safe; called by the core's loop only.
+
+    One whose steps need those of the executors of other cores is a `core.lockstep.Lockstep` besides.
+    """
 
     @property
     def kv_cache_groups(self) -> Sequence[KVCacheGroup]:
