@@ -195,7 +195,7 @@ class EngineClosedError(TrioEngineError):
 
 @attrs.define(eq=False, str=False)
 class ApiServerDiedError(TrioEngineError):
-    """One of several API-server processes has ended unasked, and the others were ended with it."""
+    """One of several API-server processes has ended unasked, or not when asked. The others were ended with it."""
 
     code: ClassVar[str] = "api_server_died"
 

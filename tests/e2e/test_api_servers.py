@@ -10,6 +10,7 @@ from pathlib import Path
 
 import attrs
 import psutil
+import pytest
 import trio
 
 from trioengine.testing.raw_http import RawHttpClient, open_raw_http, request_bytes
@@ -32,8 +33,8 @@ class Group:
 
 
 @contextmanager
-def served_group() -> Generator[Group]:
-    with served_process("--api-server-count", str(COUNT)) as served:
+def served_group(*words: str) -> Generator[Group]:
+    with served_process("--api-server-count", str(COUNT), *words) as served:
         processes = [psutil.Process(pid) for pid in served.core_pids()]
         api_servers = [process for process in processes if "api_server_process" in " ".join(process.cmdline())]
         assert len(api_servers) == COUNT
@@ -131,3 +132,29 @@ def test_a_model_that_cannot_be_loaded_is_one_message(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("broken.gguf") == 1
     assert "Traceback" not in done.stderr
+
+
+async def test_a_second_signal_stops_all_now() -> None:
+    """Case 15 (vllm 24885): as with one process."""
+    with served_group() as group:
+        async with open_raw_http(group.served.url) as client:
+            with trio.fail_after(60):
+                await begin_stream(client, 1000)
+                group.served.process.send_signal(signal.SIGINT)
+                await until(lambda: "second signal" in group.served.log_text(), seconds=10)
+                assert await client.read_chunk()
+                group.served.process.send_signal(signal.SIGINT)
+                await until(lambda: group.served.process.poll() is not None, seconds=10)
+        assert group.served.process.returncode == 130
+        assert group.is_gone()
+
+
+@pytest.mark.slow
+async def test_one_that_hangs_does_not_hold_up_the_end() -> None:
+    with served_group("--shutdown-timeout-s", "0") as group:
+        group.api_servers[0].suspend()
+        group.served.process.send_signal(signal.SIGTERM)
+        await until(lambda: group.served.process.poll() is not None, seconds=30)
+        assert group.served.process.returncode == 1
+        assert "were killed" in group.served.log_text().splitlines()[-1]
+        assert group.is_gone()

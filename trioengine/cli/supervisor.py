@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 import attrs
 import trio
 
-from trioengine.cli.api_server import Serving
+from trioengine.cli.api_server import LAST_EVENTS_TIMEOUT_S, Serving
 from trioengine.cli.api_server_process import DRAIN, ApiServerLaunch, read_report, receive_message
 from trioengine.client.cores import Attachment
 from trioengine.config import ServerConfig
 from trioengine.errors import ApiServerDiedError, EngineClosedError, EngineDeadError, TrioEngineError
 from trioengine.server.listeners import close_listeners
 
+END_GRACE_S = 5.0
+"""How much longer than its drain an API server may take to end."""
 API_SERVER_MODULE = "trioengine.cli.api_server_process"
 
 
@@ -34,7 +36,13 @@ class ApiServerGroup:
         self._failure: TrioEngineError | None = None
 
     def drain(self) -> None:
-        """Every process refuses new requests and finishes those that run; `run` returns when all have ended."""
+        """Every process refuses new requests and finishes those that run; `run` returns when all have ended.
+
+        One that does not end in time is killed.
+        """
+        if not self._is_stopping:
+            timeout_s = self._config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S + END_GRACE_S
+            self._everything.deadline = trio.current_time() + timeout_s
         self._is_stopping = True
         # The kernel would go on taking connections for a socket that anybody has open.
         close_listeners(self._listeners)
@@ -76,6 +84,8 @@ class ApiServerGroup:
                 # The kernel ends a killed process without asking anyone, so this wait is short.
                 for process in self._processes:
                     await process.kill()
+        if self._everything.cancelled_caught and self._failure is None:
+            self._failure = ApiServerDiedError("API servers that had been told to end did not, and were killed.")
         if self._failure is not None:
             raise self._failure
 
