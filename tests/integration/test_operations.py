@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import trio
 
@@ -33,6 +34,7 @@ from trioengine.types.messages import (  # noqa: E402
 )
 from trioengine.types.output import RequestOutput  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
+from trioengine.types.pooling import EncodeRequest, PoolingParams, PoolingTask  # noqa: E402
 from trioengine.types.request import GenerateRequest  # noqa: E402
 
 TIMEOUT_S = 120
@@ -163,8 +165,28 @@ async def test_a_profile_is_a_trace_of_the_steps(folders: dict[str, Path], tmp_p
         assert (await answer(engine)).outputs == alone.outputs
     assert path.parent == tmp_path
     assert path.name.startswith("slow-")
-    events = json.loads(path.read_text())["traceEvents"]
-    steps = [event for event in events if event["name"] == "step"]
-    assert len(steps) == 8
+    events = json.loads(await trio.Path(path).read_text())["traceEvents"]
+    # Others only take a request out.
+    steps = [event["args"]["tokens"] for event in events if event["name"] == "step" and event["args"]["tokens"]]
+    assert steps == [len(PROMPT)] + 7 * [1]
     assert sum(event["name"] == "attention" for event in events) == 2 * 8
-    assert all(event["dur"] >= 0 for event in events)
+    assert all(event["ph"] == "X" and event["dur"] >= 0 for event in events)
+
+
+async def test_a_decoder_with_a_classification_head_gives_labels_and_no_text(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_labels=3, initializer_range=0.2)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with torch.no_grad():
+        model.config.pad_token_id = 0
+        expected = model(torch.tensor([PROMPT])).logits[0].softmax(-1).numpy()
+    async with opened(tmp_path) as engine:
+        params = PoolingParams(task=PoolingTask.CLASSIFY)
+        output = await engine.encode(EncodeRequest(PROMPT, params))
+        assert np.allclose(output.data, expected, atol=3e-3)
+        with pytest.raises(RequestError):
+            await answer(engine)

@@ -10,10 +10,9 @@ import attrs
 from trioengine.checkpoint.gguf import GGUFFile
 from trioengine.models.config.checks import MAX_NUM_LAYERS
 from trioengine.models.config.facts import Facts, read_json
+from trioengine.models.config.labels import HeadConfig, read_head
 from trioengine.models.sentence_transformers import SentenceTransformer, read_sentence_transformer
 from trioengine.types.pooling import PoolingFacts, PoolingTask, PoolingType
-
-MAX_NUM_LABELS = 1 << 16
 
 
 class EncoderFamily(enum.Enum):
@@ -34,27 +33,6 @@ class EncoderActivation(enum.Enum):
     """GELU by its approximation with tanh."""
     RELU = "relu"
     SILU = "silu"
-
-
-class LabelActivation(enum.Enum):
-    """How the logits of labels become probabilities."""
-
-    NONE = "none"
-    SIGMOID = "sigmoid"
-    """Each label by itself."""
-    SOFTMAX = "softmax"
-    """One of all labels."""
-
-
-@attrs.frozen
-class HeadConfig:
-    """A classification head: what is made of the first token's hidden state."""
-
-    labels: tuple[str, ...]
-    classify_activation: LabelActivation
-    score_activation: LabelActivation
-    inner_activation: str
-    """"tanh" or "relu", between its two matrices."""
 
 
 @attrs.frozen(kw_only=True)
@@ -89,13 +67,10 @@ class EncoderConfig:
     @property
     def pooling(self) -> PoolingFacts:
         """The vectors that it gives."""
-        embedding_tasks = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
-        tasks = embedding_tasks
-        labels: tuple[str, ...] = ()
         if self.head is not None:
-            labels = self.head.labels
-            tasks = (PoolingTask.SCORE, PoolingTask.CLASSIFY) if len(labels) == 1 else (PoolingTask.CLASSIFY,)
-        return PoolingFacts(tasks, self.pooling_type, self.normalize, self.hidden_size, labels)
+            return self.head.pooling(self.pooling_type, self.hidden_size, normalize=self.normalize)
+        tasks = PoolingTask.EMBED, PoolingTask.TOKEN_EMBED
+        return PoolingFacts(tasks, self.pooling_type, self.normalize, self.hidden_size)
 
 
 @attrs.frozen
@@ -172,7 +147,7 @@ def encoder_config_from_folder(folder: Path) -> EncoderConfig:
             max_length=num_positions - first_position,
             pooling_type=PoolingType.MEAN,
             normalize=True,
-            head=_head(facts, kind.family) if kind.has_head else None,
+            head=read_head(facts, "relu" if is_distilbert else "tanh") if kind.has_head else None,
         ),
         read_sentence_transformer(folder),
         facts,
@@ -231,49 +206,6 @@ def _checked(config: EncoderConfig, trained: SentenceTransformer | None, facts: 
         return config
     max_length = config.max_length if trained.max_length is None else min(config.max_length, trained.max_length)
     return attrs.evolve(config, pooling_type=trained.pooling_type, normalize=trained.normalize, max_length=max_length)
-
-
-def _head(facts: Facts, family: EncoderFamily) -> HeadConfig:
-    labels = _labels(facts)
-    match facts.text("problem_type", ""):
-        case "regression":
-            classify = LabelActivation.NONE
-        case "multi_label_classification":
-            classify = LabelActivation.SIGMOID
-        case "single_label_classification":
-            classify = LabelActivation.SOFTMAX
-        case "":
-            classify = LabelActivation.SIGMOID if len(labels) == 1 else LabelActivation.SOFTMAX
-        case other:
-            raise facts.error(f"the problem_type {other[:50]!r} is not known")
-    inner = "relu" if family is EncoderFamily.DISTILBERT else "tanh"
-    return HeadConfig(labels, classify, _score_activation(facts), inner)
-
-
-def _score_activation(facts: Facts) -> LabelActivation:
-    """As sentence-transformers' CrossEncoder: a sigmoid unless the folder says otherwise, by the name of a class."""
-    names = facts.inner("sentence_transformers") or facts.nothing()
-    name = names.text("activation_fn", facts.text("sbert_ce_default_activation_function", "Sigmoid"))
-    match name.rpartition(".")[2]:
-        case "Sigmoid":
-            return LabelActivation.SIGMOID
-        case "Identity":
-            return LabelActivation.NONE
-        case _:
-            raise facts.error(f"the activation {name[:50]!r} of scores is not supported; Sigmoid and Identity are")
-
-
-def _labels(facts: Facts) -> tuple[str, ...]:
-    """Their names; transformers counts two where the configuration says nothing."""
-    names = facts.inner("id2label")
-    if names is None:
-        return tuple(f"LABEL_{i}" for i in range(facts.size("num_labels", 2, most=MAX_NUM_LABELS)))
-    count = 0
-    while names.has(str(count)):
-        count += 1
-    if not 1 <= count <= MAX_NUM_LABELS:
-        raise facts.error("id2label does not name its labels from '0' on")
-    return tuple(names.text(str(i)) for i in range(count))
 
 
 def is_encoder_folder(folder: Path) -> bool:

@@ -22,22 +22,12 @@ from trioengine.models.encoder_config import (
     encoder_config_from_gguf,
     is_encoder_folder,
 )
+from trioengine.models.head import ClassificationHead
 from trioengine.models.loader import NewTensors, ReportFraction, WeightMaker
 from trioengine.models.source import Floats, StoredMatrix, TensorLayout
 
 MatrixT = TypeVar("MatrixT")
 VectorT = TypeVar("VectorT")
-
-
-@attrs.frozen(eq=False)
-class ClassificationHead:
-    """What is made of the first token's hidden state: two matrices, [outputs, inputs], with an activation between."""
-
-    dense: Floats
-    dense_bias: Floats
-    output: Floats
-    """[labels, hidden_size]."""
-    output_bias: Floats
 
 
 @attrs.frozen(eq=False)

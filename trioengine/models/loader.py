@@ -32,6 +32,7 @@ from trioengine.models.decoder import (
     MixtureOfExperts,
     Rotation,
 )
+from trioengine.models.head import ClassificationHead
 from trioengine.models.rope import attention_factor, inverse_frequencies
 from trioengine.models.source import Floats, MatrixPart, Source, StoredMatrix, folder_source, gguf_source
 
@@ -69,6 +70,7 @@ class LoadedModel(Generic[MatrixT, VectorT]):
 
     config: ModelConfig
     decoder: Decoder[MatrixT, VectorT]
+    head: ClassificationHead | None = None
 
 
 @attrs.frozen
@@ -185,8 +187,16 @@ def load_model(
     """
     config = checkpoint.config
     max_length = config.max_position_embeddings if max_length is None else max_length
+    head = _classification_head(config, checkpoint.source)
     weights = _load(config, checkpoint.source, maker, report or (lambda fraction: None), max_length)
-    return LoadedModel(config, Decoder(config, weights))
+    return LoadedModel(config, Decoder(config, weights), head)
+
+
+def _classification_head(config: ModelConfig, source: Source) -> ClassificationHead | None:
+    if config.head is None:
+        return None
+    shape = len(config.head.labels), config.hidden_size
+    return ClassificationHead(source.matrix(f"{source.names.score}.weight", shape).floats())
 
 
 def _load(

@@ -36,6 +36,8 @@ class Names:
     """In place of `gate` and `up`."""
     norm_offset: float = 0.0
     """What is added to the weights of norms."""
+    score: str = "score"
+    """The classification head; folders only."""
     has_interleaved_heads: bool = False
     """The rows of query and key projections are ordered for rope on neighbours, as llama.cpp wants them of some."""
 

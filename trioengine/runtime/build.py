@@ -103,6 +103,7 @@ def build_engine_core(
         model.vocab_size,
         model.eos_token_ids,
         config.max_logprobs,
+        can_generate=executor.pooling is None or not executor.pooling.labels,
         pooling=executor.pooling,
     )
     ready = Ready(

@@ -11,6 +11,7 @@ from trioengine_kernels.native.sampler import SampledTokens, SamplingArrays
 from trioengine.core.executor import KVCacheGroup
 from trioengine.models.config import ModelConfig
 from trioengine.models.lora import LoRA
+from trioengine.worker.pooling import Labels
 from trioengine.worker.shared_operations import ComputedModel
 from trioengine.worker.weight_transfer import ReplaceableWeights
 
@@ -92,6 +93,11 @@ class Backend(Memory, ComputedModel, ReplaceableWeights, Protocol):
     @property
     def vocab_size(self) -> int:
         """Tokens of the model: ids 0 to `vocab_size - 1`."""
+        ...
+
+    @property
+    def labels(self) -> Labels | None:
+        """The classification head that the model has; None where it generates text. None while the weights sleep."""
         ...
 
     def load_lora(self, slot: int, lora: LoRA) -> None:

@@ -13,8 +13,9 @@ from trioengine.config.engine import Quantization
 from trioengine.config.resolve import ResolvedConfig
 from trioengine.errors import EngineStartError
 from trioengine.models.encoder_config import EncoderConfig
-from trioengine.models.encoder_loader import ClassificationHead, EncoderCheckpoint, load_encoder
+from trioengine.models.encoder_loader import EncoderCheckpoint, load_encoder
 from trioengine.models.encoder_native import NativeEncoder, record_encoder
+from trioengine.models.head import ClassificationHead
 from trioengine.models.loader import NewTensors, ReportFraction
 from trioengine.models.native_ops import NativeWeights
 from trioengine.worker.encoder_executor import EncoderBackend, EncoderBatch, EncoderExecutor

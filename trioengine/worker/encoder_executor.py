@@ -23,7 +23,7 @@ from trioengine.core.executor import (
 )
 from trioengine.errors import RequestError, UnavailableError
 from trioengine.models.encoder_config import EncoderConfig
-from trioengine.models.encoder_loader import ClassificationHead
+from trioengine.models.head import ClassificationHead
 from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import PoolingParams
 from trioengine.worker.memory import return_freed_memory

@@ -84,6 +84,8 @@ class LocalExecutor(SharedOperations):
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """As `Executor.check_sampling`."""
+        if self.pooling is not None and self.pooling.labels:
+            raise RequestError("This model generates no text; it says which label a text has.", param="model")
         self._logits_processors.check(sampling)
 
     def add_lora(self, lora_id: int, path: str) -> None:

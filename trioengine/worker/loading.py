@@ -21,7 +21,7 @@ from trioengine.config import env
 from trioengine.config.engine import EngineConfig, LogprobsMode, Quantization
 from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, ResolvedConfig
 from trioengine.errors import CheckpointError, ConfigError, EngineStartError
-from trioengine.models.config import FAMILIES, ModelConfig
+from trioengine.models.config import ARCHITECTURES, ModelConfig
 from trioengine.models.loader import Checkpoint, ReportFraction, open_checkpoint
 from trioengine.models.lora import read_lora
 from trioengine.models.source import TensorLayout, ggml_type_of
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 AnyCheckpoint: TypeAlias = Union[Checkpoint, "TransformersCheckpoint"]
 AnyConfig: TypeAlias = Union[ModelConfig, "TransformersConfig"]
 
-_OUR_CLASSES = frozenset(family.class_name for family in FAMILIES.values())
-"""What our decoder knows, by `architectures` of `config.json`."""
 TORCH_KV_VALUE_BYTES = 4
 """float32."""
 
@@ -123,7 +121,7 @@ def _unknown_architecture(location: ModelLocation) -> str | None:
         return None
     names = read_json_object(location.path / "config.json").get("architectures")
     name = cast(list[object], names)[0] if isinstance(names, list) and names else None
-    return name if isinstance(name, str) and name not in _OUR_CLASSES else None
+    return name if isinstance(name, str) and name not in ARCHITECTURES else None
 
 
 def transformers_computer(config: EngineConfig) -> Computer:
@@ -256,9 +254,7 @@ def load_executor(
             lambda skip_special_tokens: get_tokenizer().token_byte_table(skip_special_tokens),
             checkpoint.config.vocab_size,
         ),
-        pooling=decoder_pooling(checkpoint.location, checkpoint.config.hidden_size)
-        if isinstance(checkpoint, Checkpoint)
-        else None,
+        pooling=decoder_pooling(checkpoint.location, checkpoint.config) if isinstance(checkpoint, Checkpoint) else None,
         is_asynchronous=config.async_scheduling,
         read_lora=partial(read_lora, config=checkpoint.config, max_rank=max_lora_rank)
         if isinstance(checkpoint, Checkpoint)

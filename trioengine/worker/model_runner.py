@@ -130,7 +130,7 @@ class ModelRunner:
     def _add(self, new: NewSequence) -> None:
         assert new.sequence_id not in self._sequences
         bad_words = None if self._bad_words_rules is None else self._bad_words_rules.of(new.sampling)
-        state = sequence_state(new, self._backend.vocab_size, bad_words)
+        state = sequence_state(new, self._backend.vocab_size, bad_words, self._backend.labels)
         if state.failure is None and new.sampling.bad_words and bad_words is None:
             state.failure = "Words cannot be forbidden here: there is no tokenizer."
         if state.failure is None:

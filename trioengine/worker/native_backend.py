@@ -19,6 +19,7 @@ from trioengine.models.lora import LoRA
 from trioengine.models.native_ops import NativeLoRAs, NativeModel, load_native_model, record
 from trioengine.worker.backend import StepBatch, kv_cache_groups
 from trioengine.worker.model_memory import ModelMemory
+from trioengine.worker.pooling import Labels, labels_of
 from trioengine.worker.profile import Profile, TimedProfile
 
 
@@ -69,6 +70,7 @@ class _Recorded:
 
     program: Program
     slots: NativeLoRAs | None
+    labels: Labels | None
 
 
 class ProgramProfile:
@@ -128,7 +130,7 @@ class NativeBackend(ModelMemory[NativeModel, _Recorded, KVCache]):
 
     def _make_ready(self, model: NativeModel) -> _Recorded:
         slots = NativeLoRAs(model, self._max_loras) if self._max_loras else None
-        return _Recorded(self._record(model, loras=slots), slots)
+        return _Recorded(self._record(model, loras=slots), slots, labels_of(model))
 
     def start_profile(self) -> Profile:
         """As `Profilable.start_profile`."""
@@ -159,6 +161,11 @@ class NativeBackend(ModelMemory[NativeModel, _Recorded, KVCache]):
             )
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
+
+    @property
+    def labels(self) -> Labels | None:
+        """As `Backend.labels`."""
+        return None if self._ready is None else self._ready.labels
 
     def weight_arrays(self) -> Iterator[memoryview]:
         """As `ComputedModel.weight_arrays`."""

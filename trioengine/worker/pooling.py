@@ -1,17 +1,22 @@
 """Makes a sequence's vectors of the hidden states of its tokens. Knows neither models nor steps."""
 
+from typing import TypeVar
+
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
-from trioengine.models.encoder_config import HeadConfig, LabelActivation
-from trioengine.models.encoder_loader import ClassificationHead
+from trioengine.models.config import HeadConfig, LabelActivation, ModelConfig
+from trioengine.models.head import ClassificationHead
+from trioengine.models.loader import LoadedModel
 from trioengine.models.sentence_transformers import SentenceTransformer, read_sentence_transformer
 from trioengine.types.pooling import PoolingFacts, PoolingParams, PoolingTask, PoolingType
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+MatrixT = TypeVar("MatrixT")
+VectorT = TypeVar("VectorT")
 
 SMALLEST_LENGTH = 1e-12
 """Vectors are divided by at least this, so that a vector of zeros stays one."""
@@ -27,6 +32,11 @@ class Labels:
 
     weights: ClassificationHead
     config: HeadConfig
+
+
+def labels_of(model: LoadedModel[MatrixT, VectorT]) -> Labels | None:
+    """Of a decoder."""
+    return None if model.head is None or model.config.head is None else Labels(model.head, model.config.head)
 
 
 class Pooler:
@@ -46,9 +56,17 @@ class Pooler:
     def wanted(self, first: int, end: int) -> range:
         """Which of the tokens from `first` to `end - 1` have hidden states that are wanted."""
         match self._params.task, self._params.pooling_type:
-            case PoolingTask.EMBED, PoolingType.LAST:
+            case PoolingTask.EMBED, PoolingType() as pooled:
+                pass
+            case ((PoolingTask.CLASSIFY | PoolingTask.SCORE), _):
+                assert self._labels is not None
+                pooled = self._labels.config.pooling_type
+            case _:
+                pooled = None
+        match pooled:
+            case PoolingType.LAST:
                 return range(max(first, self._num_tokens - 1), end)
-            case (PoolingTask.EMBED, PoolingType.CLS) | (PoolingTask.CLASSIFY | PoolingTask.SCORE, _):
+            case PoolingType.CLS:
                 return range(first, min(end, 1))
             case _:
                 return range(first, end)
@@ -99,25 +117,32 @@ class Pooler:
     def _logits(self, hidden: Floats) -> Doubles:
         assert self._labels is not None
         head, config = self._labels.weights, self._labels.config
-        inner = head.dense @ hidden + head.dense_bias
-        inner = np.tanh(inner) if config.inner_activation == "tanh" else np.maximum(inner, 0)
-        logits = (head.output @ inner + head.output_bias).astype(np.float64)
+        inner = hidden
+        if head.dense is not None and head.dense_bias is not None:
+            inner = head.dense @ hidden + head.dense_bias
+            inner = np.tanh(inner) if config.inner_activation == "tanh" else np.maximum(inner, 0)
+        logits = (head.output @ inner).astype(np.float64)
+        if head.output_bias is not None:
+            logits += head.output_bias
         is_score = self._params.task is PoolingTask.SCORE
         activation = config.score_activation if is_score else config.classify_activation
         return _activated(logits, activation) if self._params.use_activation else logits
 
 
-def decoder_pooling(location: ModelLocation, hidden_size: int) -> PoolingFacts:
-    """The vectors that a decoder gives: the last token's, normalized, unless sentence-transformers says otherwise.
+def decoder_pooling(location: ModelLocation, config: ModelConfig) -> PoolingFacts:
+    """The vectors that a decoder gives: of its labels, where it has a head for some; else the last token's, normalized,
+    unless sentence-transformers says otherwise.
 
     Raises:
         CheckpointError: as `read_sentence_transformer` says.
     """
+    if config.head is not None:
+        return config.head.pooling(PoolingType.LAST, config.hidden_size, normalize=True)
     trained = read_sentence_transformer(location.path) if location.kind is ModelKind.FOLDER else None
     if trained is None:
         trained = SentenceTransformer(PoolingType.LAST, normalize=True, max_length=None)
     tasks = PoolingTask.EMBED, PoolingTask.TOKEN_EMBED
-    return PoolingFacts(tasks, trained.pooling_type, trained.normalize, hidden_size)
+    return PoolingFacts(tasks, trained.pooling_type, trained.normalize, config.hidden_size)
 
 
 def _activated(logits: Doubles, activation: LabelActivation) -> Doubles:

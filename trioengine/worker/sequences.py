@@ -14,7 +14,7 @@ from trioengine.core.executor import NewSequence
 from trioengine.tokenizer.bad_words import BadWords
 from trioengine.types.params import SamplingParams
 from trioengine.worker.logits_processors import BoundProcessor
-from trioengine.worker.pooling import Pooler
+from trioengine.worker.pooling import Labels, Pooler
 
 
 @attrs.frozen(eq=False)
@@ -74,13 +74,16 @@ class SequenceState:
             self.block_ids = np.concatenate((self.block_ids, np.asarray(block_ids, np.int32)))
 
 
-def sequence_state(new: NewSequence, vocab_size: int, bad_words: BadWords | None = None) -> SequenceState:
+def sequence_state(
+    new: NewSequence, vocab_size: int, bad_words: BadWords | None = None, labels: Labels | None = None
+) -> SequenceState:
     """Begin to remember a sequence. What it asks for is checked here, once.
 
     Args:
         new: the sequence.
         vocab_size: tokens of the model.
         bad_words: the rules that its `sampling.bad_words` make.
+        labels: the model's classification head.
     """
     failure = _failure(new, vocab_size)
     is_wrong = failure is not None
@@ -93,7 +96,7 @@ def sequence_state(new: NewSequence, vocab_size: int, bad_words: BadWords | None
         rules=_NO_RULES if is_wrong else _token_rules(new, bad_words),
         failure=failure,
         lora_slot=new.lora_slot,
-        pooler=None if new.pooling is None else Pooler(new.pooling, len(new.token_ids)),
+        pooler=None if new.pooling is None else Pooler(new.pooling, len(new.token_ids), labels),
     )
 
 

@@ -17,6 +17,7 @@ from trioengine.models.torch_ops import DecoderInput, TorchLoRAs, TorchModel, To
 from trioengine.worker.backend import StepBatch, kv_cache_groups
 from trioengine.worker.kv_cache import TorchKVCache
 from trioengine.worker.model_memory import ModelMemory
+from trioengine.worker.pooling import Labels, labels_of
 from trioengine.worker.profile import Profile
 from trioengine.worker.sampler import sample_rows
 from trioengine.worker.torch_profile import TorchProfile
@@ -95,6 +96,11 @@ class TorchBackend(ModelMemory[TorchModel, _Ready, TorchKVCache]):
             )
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
+
+    @property
+    def labels(self) -> Labels | None:
+        """As `Backend.labels`."""
+        return None if self._ready is None else labels_of(self._ready.model)
 
     def weight_arrays(self) -> Iterator[memoryview]:
         """As `ComputedModel.weight_arrays`."""

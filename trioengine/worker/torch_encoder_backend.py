@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from trioengine.models.encoder_config import EncoderConfig
-from trioengine.models.encoder_loader import ClassificationHead, EncoderCheckpoint, load_encoder
+from trioengine.models.encoder_loader import EncoderCheckpoint, load_encoder
 from trioengine.models.encoder_torch import TorchEncoder, TorchEncoderOps
+from trioengine.models.head import ClassificationHead
 from trioengine.models.loader import NewTensors, ReportFraction
 from trioengine.models.torch_ops import TorchWeights, tensors_in
 from trioengine.worker.encoder_executor import EncoderBatch

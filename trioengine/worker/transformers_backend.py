@@ -94,6 +94,11 @@ class TransformersBackend(ModelMemory[TransformersModel, TransformersModel, Torc
             for blocks, group in zip(self.kv_cache_groups, self._config.kv_groups, strict=True)
         ]
 
+    @property
+    def labels(self) -> None:
+        """As `Backend.labels`."""
+        return None
+
     def weight_arrays(self) -> Iterator[memoryview]:
         """As `ComputedModel.weight_arrays`."""
         tensors = iter(()) if self._ready is None else self._ready.tensors()

@@ -221,7 +221,7 @@ def test_a_text_that_is_not_a_number_fails_alone(tmp_path):
     model = load_encoder(checkpoint, TorchWeights())
     model.encoder.weights.embedding[50] = float("nan")
     executor = make_executor(location_of(tmp_path), "torch")
-    executor._backend._model = model
+    executor._backend._ready = model
     result = run_texts(executor, TEXTS, PoolingParams(pooling_type=PoolingType.MEAN, normalize=True))
     failed = [index for index, text in enumerate(TEXTS) if 50 in text]
     assert [failure.sequence_id for failure in result.failures] == failed

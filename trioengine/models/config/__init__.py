@@ -5,8 +5,9 @@ refused here, before any weight is read. This package does not import torch and 
 """
 
 from trioengine.models.config.families import FAMILIES, Family
-from trioengine.models.config.from_folder import config_from_folder
+from trioengine.models.config.from_folder import ARCHITECTURES, config_from_folder
 from trioengine.models.config.from_gguf import LONG_ROPE_FACTORS, ROPE_FACTORS, config_from_gguf
+from trioengine.models.config.labels import HeadConfig, LabelActivation
 from trioengine.models.config.model import (
     Activation,
     Architecture,
@@ -27,6 +28,7 @@ from trioengine.models.config.rope import (
 )
 
 __all__ = [
+    "ARCHITECTURES",
     "FAMILIES",
     "LONG_ROPE_FACTORS",
     "ROPE_FACTORS",
@@ -34,7 +36,9 @@ __all__ = [
     "Architecture",
     "Experts",
     "Family",
+    "HeadConfig",
     "KVGroup",
+    "LabelActivation",
     "LinearRopeScaling",
     "Llama3RopeScaling",
     "LongRopeScaling",

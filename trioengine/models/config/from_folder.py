@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import attrs
+
 from trioengine.models.config.checks import MAX_NUM_EXPERTS, MAX_NUM_LAYERS, checked
 from trioengine.models.config.facts import Facts, read_json
 from trioengine.models.config.families import FAMILIES, RESULT_CHANGING_KEYS, Family, WindowRule
+from trioengine.models.config.labels import read_head
 from trioengine.models.config.model import Activation, Architecture, Experts, ModelConfig
 from trioengine.models.config.rope import (
     LinearRopeScaling,
@@ -16,11 +19,18 @@ from trioengine.models.config.rope import (
     long_rope_attention_factor,
     yarn_attention_factor,
 )
+from trioengine.types.pooling import PoolingType
 
 SEEING = {
     family.seeing_class_name: architecture for architecture, family in FAMILIES.items() if family.seeing_class_name
 }
-ARCHITECTURES = {family.class_name: architecture for architecture, family in FAMILIES.items()} | SEEING
+_CLASSES = {family.class_name: architecture for architecture, family in FAMILIES.items()}
+CLASSIFYING = {
+    f"{name.removesuffix('ForCausalLM')}ForSequenceClassification": architecture
+    for name, architecture in _CLASSES.items()
+}
+"""Models that say which label a text has."""
+ARCHITECTURES = _CLASSES | SEEING | CLASSIFYING
 """By `architectures` of `config.json`."""
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 """By transformers' names."""
@@ -50,7 +60,11 @@ def config_from_folder(folder: Path) -> ModelConfig:
     generation_path = folder / "generation_config.json"
     if generation_path.is_file():
         end_tokens += Facts(read_json(generation_path), str(generation_path)).token_ids("eos_token_id")
-    return checked(_config(facts, architecture, tuple(dict.fromkeys(end_tokens))), facts)
+    config = _config(facts, architecture, tuple(dict.fromkeys(end_tokens)))
+    if name in CLASSIFYING:
+        # Nobody asks for the next token, so the embedding may stand where the output head is.
+        config = attrs.evolve(config, head=read_head(facts, pooling_type=PoolingType.LAST), has_tied_embeddings=True)
+    return checked(config, facts)
 
 
 def _config(facts: Facts, architecture: Architecture, end_tokens: tuple[int, ...]) -> ModelConfig:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from trioengine.models.config.labels import HeadConfig
 from trioengine.models.config.rope import Rope
 
 
@@ -129,6 +130,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
+    head: HeadConfig | None = None
+    """Of a model that says which label a text has, by the last token's hidden state. It generates no text."""
 
     @property
     def kv_groups(self) -> Sequence[KVGroup]:
