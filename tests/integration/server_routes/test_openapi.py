@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -266,3 +267,19 @@ async def test_null_is_as_if_left_out() -> None:
         body = {**nulls, **base}
         validator(document, body_schema(document, path)).validate(body)
         assert (await app.test_client().post(path, json=body)).status_code == 200
+
+
+async def test_the_page_about_the_api_names_every_route() -> None:
+    """And the fields that are not in `SamplingParams`, which it refers to."""
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    document = await document_of(make_app())
+    schemas = document["components"]["schemas"]
+    for path in document["paths"]:
+        assert f"{path}`" in page or f"{path}?" in page, path
+    names = {
+        name
+        for class_name in ("EmbeddingRequest", "PoolingRequest", "ScoreRequest", "RerankRequest", "DetokenizeRequest")
+        for name in schemas[class_name]["properties"]
+    }
+    for name in names - {"task"}:
+        assert f"`{name}`" in page, name

@@ -145,6 +145,7 @@ class ServerContext:
 
     async def refresh_loras(self) -> Sequence[LoRAInfo]:
         """Ask which adapters there are. Another server of the same engine may have changed them."""
+        self.engine.check_health()  # A core that hangs would let the caller wait.
         infos = await self.engine.list_loras() if self.engine.config.enable_lora else ()
         self.loras.clear()
         self.loras.update((info.name, info) for info in infos)
