@@ -1,8 +1,7 @@
-"""An engine core whose steps need those of other ranks, as an executor's would that is spread over them.
+"""The core of `testing.fake_core` with an executor that is spread over all ranks: its steps need those of the others.
 
-`python -P -m trioengine.testing.lockstep_core FD` is a real core process: an `EngineCore` over a `FakeExecutor`, every
-step of which begins with a barrier of torch's gloo over all ranks. `CoreLaunch.options`: `world_size`, and `store`, a
-file's path where they find each other.
+`python -P -m trioengine.testing.lockstep_core FD`. Each step begins with a barrier of torch's gloo. `CoreLaunch.options`
+have `store`, a file's path where the ranks find each other.
 """
 
 import sys
@@ -10,31 +9,25 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import attrs
 import torch
 import torch.distributed
 
-from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
 from trioengine.core.executor import StepPlan
 from trioengine.runtime.core_process import BuiltCore, ReportProgress, main
 from trioengine.runtime.launch import CoreLaunch
+from trioengine.testing.fake_core import BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, fake_core_config, fake_ready
 from trioengine.testing.fake_executor import FakeExecutor
-from trioengine.types.messages import ModelFacts, Ready
 
-dist = cast(Any, torch.distributed)  # It has types in part only.
 TIMEOUT = timedelta(seconds=30)
 """A rank that waits longer for another fails, and its core with it."""
-NUM_BLOCKS = 1024
-BLOCK_SIZE = 4
-VOCAB_SIZE = 1000
-MAX_MODEL_LEN = 256
+
+dist = cast(Any, torch.distributed)  # It has types in part only.
 
 
 class GlooExecutor(FakeExecutor):
     """A `FakeExecutor` that is a `core.lockstep.Lockstep`."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
 
     def submit(self, plan: StepPlan) -> None:
         """A step, once every rank is in one."""
@@ -62,21 +55,12 @@ class GlooExecutor(FakeExecutor):
 def build_lockstep_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
     """A core for `runtime.core_process.main`, when all ranks are here."""
     progress("meeting the other ranks", 0.0)
-    world_size = int(launch.options["world_size"])
+    world_size = launch.config.data_parallel_size
     store = dist.FileStore(launch.options["store"], world_size)
     dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=world_size, timeout=TIMEOUT)
-    executor = GlooExecutor()
-    config = CoreConfig(
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-        vocab_size=VOCAB_SIZE,
-    )
-    core = EngineCore(config, executor)
-    facts = ModelFacts(MAX_MODEL_LEN, VOCAB_SIZE, ())
-    ready = Ready(facts, NUM_BLOCKS, BLOCK_SIZE, {}, needs_lockstep=core.needs_lockstep)
-    return BuiltCore(core, ready, executor.close)
+    executor = GlooExecutor(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+    core = EngineCore(attrs.evolve(fake_core_config(), max_loras=0, max_cpu_loras=0), executor)
+    return BuiltCore(core, attrs.evolve(fake_ready(), needs_lockstep=core.needs_lockstep), executor.close)
 
 
 if __name__ == "__main__":
