@@ -19,6 +19,8 @@ class ChatSettings:
     reasoning_parser: ReasoningParser | None = None
     allows_chat_template: bool = False
     """Whether requests may bring a template of their own."""
+    chat_template: str | None = attrs.field(default=None, repr=False)
+    """The model's own, for requests with tools."""
     generation_defaults: GenerationDefaults = attrs.field(factory=GenerationDefaults)
     """What the model's authors recommend, for what requests leave out."""
 
@@ -33,12 +35,14 @@ class ChatSettings:
         generation_defaults: GenerationDefaults | None = None,
     ) -> "ChatSettings":
         """For a model with this tokenizer. Without `tool_call_parser` its chat template shows how calls are written."""
+        template = template_source(tokenizer, has_tools=True)
         if tool_call_parser is None:
-            tool_call_parser = markup_for_template(template_source(tokenizer, has_tools=True))
+            tool_call_parser = markup_for_template(template)
         return cls(
             tokenizer=tokenizer,
             markup=TOOL_MARKUPS[tool_call_parser],
             reasoning_parser=reasoning_parser,
             allows_chat_template=allows_chat_template,
+            chat_template=template,
             generation_defaults=generation_defaults or GenerationDefaults(),
         )

@@ -1,19 +1,29 @@
 """From a chat request to the engine's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import attrs
 
 from trioengine.errors import RequestError
-from trioengine.openai.chat_protocol import ChatCompletionRequest, FunctionDefinition, Message, Role, ToolCall
+from trioengine.openai.chat_protocol import (
+    ChatCompletionRequest,
+    FunctionDefinition,
+    Message,
+    Role,
+    ToolCall,
+    ToolChoice,
+)
 from trioengine.openai.chat_settings import ChatSettings
 from trioengine.openai.reasoning import thinking_kwargs
 from trioengine.openai.tool_plan import ToolPlan, tool_plan
+from trioengine.openai.tool_text import shows_tools, with_tools_as_text
 from trioengine.openai.translate import generate_request, with_generation_defaults
 from trioengine.tokenizer.chat_template import parse_arguments
 from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest
 
 _NO_EFFORT = "none"
+_TOOLS = "tools"
 
 
 @attrs.frozen
@@ -32,7 +42,7 @@ def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: 
     """
     request = with_generation_defaults(request, settings.generation_defaults)
     plan = tool_plan(request, settings.markup)
-    prompt = chat_prompt(request, allows_chat_template=settings.allows_chat_template)
+    prompt = chat_prompt(request, settings)
     limit = request.max_tokens
     if request.max_completion_tokens is not None:
         limit = request.max_completion_tokens
@@ -49,7 +59,7 @@ def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: 
     return ChatPlan(generate_request(changed, prompt, request_id, limit), plan)
 
 
-def chat_prompt(request: ChatCompletionRequest, *, allows_chat_template: bool) -> ChatPrompt:
+def chat_prompt(request: ChatCompletionRequest, settings: ChatSettings) -> ChatPrompt:
     """The conversation of a request, with its tools, as the chat template gets it.
 
     Raises:
@@ -57,22 +67,30 @@ def chat_prompt(request: ChatCompletionRequest, *, allows_chat_template: bool) -
     """
     if not request.messages:
         raise RequestError("messages is empty.", param="messages")
-    if request.chat_template is not None and not allows_chat_template:
+    if request.chat_template is not None and not settings.allows_chat_template:
         raise RequestError("chat_template: this server takes no template of a request.", param="chat_template")
+    messages: Sequence[ChatMessage] = [
+        _chat_message(position, message) for position, message in enumerate(request.messages)
+    ]
+    kwargs = _template_kwargs(request)
+    template = request.chat_template or settings.chat_template
+    if template is not None and not shows_tools(template):
+        tools = cast("Sequence[Mapping[str, object]]", kwargs.pop(_TOOLS, ()))
+        messages = with_tools_as_text(messages, tools, settings.markup, template)
     return ChatPrompt(
-        messages=[_chat_message(position, message) for position, message in enumerate(request.messages)],
+        messages=messages,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
-        template_kwargs=_template_kwargs(request),
+        template_kwargs=kwargs,
         continue_final_message=request.continue_final_message,
         chat_template=request.chat_template,
     )
 
 
-def _template_kwargs(request: ChatCompletionRequest) -> Mapping[str, object]:
+def _template_kwargs(request: ChatCompletionRequest) -> dict[str, object]:
     kwargs: dict[str, object] = {}
     # Without a choice there is nothing to choose from.
-    if request.effective_tool_choice != "none":
-        kwargs["tools"] = [{"type": tool.type.value, "function": _function(tool.function)} for tool in request.tools]
+    if request.effective_tool_choice is not ToolChoice.NONE:
+        kwargs[_TOOLS] = [{"type": tool.type.value, "function": _function(tool.function)} for tool in request.tools]
     if request.documents:
         kwargs["documents"] = list(request.documents)
     if request.reasoning_effort is not None:

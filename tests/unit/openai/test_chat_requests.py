@@ -19,7 +19,9 @@ from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.request import ChatPrompt
 from trioengine.types.structured import StructuredOutputsParams
 
-SETTINGS = ChatSettings.of(FakeTokenizer(), tool_call_parser=ToolCallParser.HERMES)
+TEXT_SETTINGS = ChatSettings.of(FakeTokenizer(), tool_call_parser=ToolCallParser.HERMES)
+"""Of a model whose chat template does not know tools."""
+SETTINGS = attrs.evolve(TEXT_SETTINGS, chat_template="{% if tools %}...")
 CITY: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 UNSUPPORTED: dict[str, object] = {"type": "object", "properties": {"a": {"not": {}}}}
 MESSAGES: list[object] = [{"role": "user", "content": "Hi"}]
@@ -36,20 +38,20 @@ def plan(settings: ChatSettings = SETTINGS, **fields: object) -> ChatPlan:
     return chat_to_generate(parse_chat_request(json.dumps(body).encode()), "id", settings)
 
 
-def form_of(**fields: object) -> StructuredOutputsParams:
+def form_of(**fields: Any) -> StructuredOutputsParams:
     form = plan(**fields).generate_request.sampling.structured_outputs
     assert form is not None
     form.validate()
     return form
 
 
-def prompt_of(**fields: object) -> ChatPrompt:
+def prompt_of(**fields: Any) -> ChatPrompt:
     prompt = plan(**fields).generate_request.prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 
 
-def fault(**fields: object) -> RequestError:
+def fault(**fields: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
         plan(**fields)
     return caught.value
@@ -217,6 +219,49 @@ def test_reasoning_of_the_history_is_kept(name: str) -> None:
     assert prompt_of(messages=[*MESSAGES, message]).messages[1] == expected
 
 
+# Templates without tools
+
+
+def text_messages(template: str, messages: list[object], **fields: Any) -> list[dict[str, object]]:
+    settings = attrs.evolve(TEXT_SETTINGS, chat_template=template)
+    prompt = plan(settings, messages=messages, **fields).generate_request.prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert "tools" not in prompt.template_kwargs
+    return [dict(message) for message in prompt.messages]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_tools_stand_in_the_system_message_of_a_template_that_does_not_know_them(role: str) -> None:
+    """Behind what it says, with the way to write a call."""
+    messages = [{"role": role, "content": "Be brief."}, *MESSAGES]
+    first, second = text_messages("system", messages, tools=[tool()])
+    assert first["role"] == role
+    content = str(first["content"])
+    assert content.startswith("Be brief.\n\n")
+    assert '"weather"' in content
+    assert '<tool_call>\n{"name": "function_name", "arguments": {"argument": "value"}}\n</tool_call>' in content
+    assert second == MESSAGES[0]
+    assert text_messages("system", MESSAGES, tools=[tool()])[0]["role"] == "system"
+
+
+def test_a_template_without_a_system_message_has_tools_in_the_users_first() -> None:
+    """Before what the user says."""
+    for template in ("{{ messages }}", "raise_exception('System role not supported') if role == 'system'"):
+        (first,) = text_messages(template, MESSAGES, tools=[tool()])
+        assert first["role"] == "user"
+        assert str(first["content"]).endswith("\n\nHi")
+
+
+def test_calls_and_results_of_the_history_become_text() -> None:
+    """Results that follow each other are one message, for templates that want the roles to alternate."""
+    results = [{"role": "tool", "content": text, "tool_call_id": "c1"} for text in ("2", "3")]
+    messages = text_messages("system", [*MESSAGES, assistant('{"a": 1}'), *results])
+    assert messages[1:] == [
+        {"role": "assistant", "content": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'},
+        {"role": "user", "content": "Result of add: 2\nResult of add: 3"},
+    ]
+
+
 # Forms, reasoning, template
 
 
@@ -272,7 +317,11 @@ def test_forms_that_cannot_be_kept_are_named_as_the_client_wrote_them(fields: di
 def test_thinking_that_the_template_is_told_to_leave_out_is_not_looked_for() -> None:
     """The core hears of it too, so that a grammar binds at once."""
     settings = attrs.evolve(SETTINGS, reasoning_parser=ReasoningParser.QWEN3)
-    for fields in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+    ways: list[dict[str, Any]] = [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+    ]
+    for fields in ways:
         request = plan(settings, **fields).generate_request
         assert request.reasoning_parser_kwargs == {"enable_thinking": False}
     assert plan(settings).generate_request.reasoning_parser_kwargs is None

@@ -12,7 +12,7 @@ from trioengine.core.structured.matchers import MatcherCompiler
 from trioengine.errors import RequestError
 from trioengine.openai.tool_parsers import TOOL_MARKUPS, markup_for_template
 from trioengine.openai.tool_parsers.base import ArgumentsDelta, CallStart
-from trioengine.openai.tool_parsers.forms import BoundFunction, CallRules
+from trioengine.openai.tool_parsers.forms import BoundFunction, CallRules, WrittenCall
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 ADD = {
@@ -122,6 +122,18 @@ def test_the_parser_reads_what_the_form_lets_through(name: ToolCallParser) -> No
     assert [event.name for event in events if isinstance(event, CallStart)] == ["add", "now"]
     texts = ["".join(e.text for e in events if isinstance(e, ArgumentsDelta) and e.index == i) for i in (0, 1)]
     assert [json.loads(text) for text in texts] == [{"a": 1, "unit": "m"}, {}]
+
+
+@pytest.mark.parametrize("name", ToolCallParser)
+def test_calls_are_written_as_the_parser_reads_them(name: ToolCallParser) -> None:
+    """For histories of models whose template does not write them."""
+    markup = TOOL_MARKUPS[name]
+    calls = [WrittenCall("add", {"a": 1, "b": "é\n"}), WrittenCall("now", {})]
+    parser = markup.make_parser(["add", "now"])
+    events = [*parser.feed(markup.form.write(calls)), *parser.finish()]
+    assert [event.name for event in events if isinstance(event, CallStart)] == ["add", "now"]
+    texts = ["".join(e.text for e in events if isinstance(e, ArgumentsDelta) and e.index == i) for i in (0, 1)]
+    assert [json.loads(text) for text in texts] == [{"a": 1, "b": "é\n"}, {}]
 
 
 def test_pythonic_arguments_keep_their_order_and_may_be_left_out(

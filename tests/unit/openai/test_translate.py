@@ -1,9 +1,9 @@
 """What a request on the wire means for the engine."""
 
 import json
+from typing import Any, cast
 
-from typing import cast
-
+import attrs
 import pytest
 
 from trioengine.errors import ModelNotFoundError, RequestError
@@ -17,15 +17,15 @@ from trioengine.tokenizer.chat_template import render_chat
 from trioengine.types.params import RequestOutputKind
 from trioengine.types.request import ChatPrompt, GenerateRequest
 
+SETTINGS = attrs.evolve(ChatSettings.of(FakeTokenizer()), chat_template="{% if tools %}...")
+NOTHING: dict[str, object] = {}
 
-SETTINGS = ChatSettings.of(FakeTokenizer())
 
-
-def translate_chat(messages: list[object] | None = None, **fields: object) -> GenerateRequest:
+def translate_chat(messages: list[object] | None = None, **fields: Any) -> GenerateRequest:
     return plan_chat(SETTINGS, messages, **fields).generate_request
 
 
-def plan_chat(settings: ChatSettings, messages: list[object] | None = None, **fields: object) -> ChatPlan:
+def plan_chat(settings: ChatSettings, messages: list[object] | None = None, **fields: Any) -> ChatPlan:
     body = {"messages": [{"role": "user", "content": "Hi"}] if messages is None else messages, **fields}
     return chat_to_generate(parse_chat_request(json.dumps(body).encode()), "id", settings)
 
@@ -70,7 +70,7 @@ def test_what_templates_read_besides_content_is_kept() -> None:
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": "a"}, {"role": "system"}], "messages[1].content"),
         ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls[0].function"),
-        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function.name"),
+        ([{"role": "assistant", "tool_calls": [{"function": NOTHING}]}], "messages[0].tool_calls[0].function.name"),
         ([{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].tool_calls"),
         ([{"role": "assistant", "function_call": {"name": "f"}}], "messages[0].function_call"),
     ],
@@ -91,7 +91,7 @@ def test_messages_that_make_no_sense_are_named(messages: list[object], path: str
         ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
     ],
 )
-def test_a_chat_without_limit_takes_what_the_context_leaves(fields: dict[str, object], max_tokens: int | None) -> None:
+def test_a_chat_without_limit_takes_what_the_context_leaves(fields: dict[str, Any], max_tokens: int | None) -> None:
     """And the newer name of the limit counts."""
     assert translate_chat(**fields).sampling.max_tokens == max_tokens
 

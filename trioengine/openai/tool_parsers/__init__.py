@@ -8,7 +8,7 @@ import attrs
 
 from trioengine.config.server import ToolCallParser
 from trioengine.openai.tool_parsers.base import ToolParser
-from trioengine.openai.tool_parsers.forms import Form, ObjectForm, TaggedForm, pythonic_form
+from trioengine.openai.tool_parsers.forms import Form, ObjectForm, PythonicForm, TaggedForm
 from trioengine.openai.tool_parsers.hermes import CLOSE, OPEN, HermesParser
 from trioengine.openai.tool_parsers.json_calls import PYTHON_TAG, JsonCallsParser
 from trioengine.openai.tool_parsers.mistral import ARGUMENTS_MARKER, MARKER, MistralParser
@@ -49,7 +49,7 @@ TOOL_MARKUPS: Mapping[ToolCallParser, ToolMarkup] = {
     ),
     ToolCallParser.PYTHONIC: ToolMarkup(
         make_parser=PythonicParser,
-        form=pythonic_form,
+        form=PythonicForm(),
         hints=("[func_name1(", "<|python_start|>", "func1(params_name=", "[function_name("),
     ),
     ToolCallParser.LLAMA3_JSON: ToolMarkup(

@@ -5,8 +5,8 @@ They are values of `StructuredOutputsParams`; the core keeps them.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
 
 import attrs
 
@@ -42,7 +42,28 @@ class CallRules:
     """The JSON schema of an answer that is no call, where it may be one; None is free text."""
 
 
-Form = Callable[[Sequence[BoundFunction], CallRules], StructuredOutputsParams]
+@attrs.frozen
+class WrittenCall:
+    """A call as a conversation has it."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
+class Form(Protocol):
+    """One way to write calls."""
+
+    def __call__(self, functions: Sequence[BoundFunction], rules: CallRules, /) -> StructuredOutputsParams:
+        """The form of an answer that has calls of these functions.
+
+        Raises:
+            RequestError: a strict schema is of a kind that this way has no words for.
+        """
+        ...
+
+    def write(self, calls: Sequence[WrittenCall], /) -> str:
+        """These calls as the model would write them."""
+        ...
 
 
 @attrs.frozen
@@ -59,7 +80,7 @@ class TaggedForm:
         tag: dict[str, object] = {
             "structures": [
                 {
-                    "begin": self.begin.replace("{name}", json.dumps(function.name)[1:-1]),
+                    "begin": self._begin(function.name),
                     "schema": function.schema,
                     "end": self.end,
                 }
@@ -72,6 +93,13 @@ class TaggedForm:
         if rules.otherwise is not None:
             tag["otherwise"] = rules.otherwise
         return StructuredOutputsParams(structural_tag=tag)
+
+    def write(self, calls: Sequence[WrittenCall]) -> str:
+        """One behind the other."""
+        return "\n".join(self._begin(call.name) + _text(call.arguments) + self.end for call in calls)
+
+    def _begin(self, name: str) -> str:
+        return self.begin.replace("{name}", json.dumps(name)[1:-1])
 
 
 @attrs.frozen
@@ -108,6 +136,11 @@ class ObjectForm:
             return StructuredOutputsParams(json=schema)
         return _grammar([f"calls: %json {_json(schema)}"])
 
+    def write(self, calls: Sequence[WrittenCall]) -> str:
+        """A list, or objects behind each other."""
+        objects = [_text({"name": call.name, self.arguments_key: call.arguments}) for call in calls]
+        return f"[{', '.join(objects)}]" if self.has_list else "; ".join(objects)
+
 
 def _with_moved_references(schema: object, place: str) -> object:
     """A schema whose references into itself are right where it stands at `place` of another."""
@@ -129,20 +162,32 @@ _PYTHONIC_KEYS = frozenset(
 )
 
 
-def pythonic_form(functions: Sequence[BoundFunction], rules: CallRules) -> StructuredOutputsParams:
-    """A grammar of `[f(a=1, b=2), g()]`, whose values are JSON. Arguments come in the order of the schema.
+@attrs.frozen
+class PythonicForm:
+    """`[f(a=1, b=2), g()]`, whose values are JSON."""
 
-    Raises:
-        RequestError: a strict schema is of another kind than an object with named properties.
-    """
-    more = '(", " call)* ' if rules.is_parallel else ""
-    lines = [f'calls: "[" call {more}"]"']
-    lines.append(f"call: {' | '.join(f'f{index}' for index in range(len(functions)))}")
-    for index, function in enumerate(functions):
-        lines += _pythonic_rules(f"f{index}", function)
-    if rules.must_call:
-        return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", "start: calls", *lines]))
-    return _grammar(lines, rules.otherwise)
+    def __call__(self, functions: Sequence[BoundFunction], rules: CallRules) -> StructuredOutputsParams:
+        """A grammar. Arguments come in the order of the schema.
+
+        Raises:
+            RequestError: a strict schema is of another kind than an object with named properties.
+        """
+        more = '(", " call)* ' if rules.is_parallel else ""
+        lines = [f'calls: "[" call {more}"]"']
+        lines.append(f"call: {' | '.join(f'f{index}' for index in range(len(functions)))}")
+        for index, function in enumerate(functions):
+            lines += _pythonic_rules(f"f{index}", function)
+        if rules.must_call:
+            return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", "start: calls", *lines]))
+        return _grammar(lines, rules.otherwise)
+
+    def write(self, calls: Sequence[WrittenCall]) -> str:
+        """A list of calls."""
+        texts = (
+            f"{call.name}({', '.join(f'{name}={_text(value)}' for name, value in call.arguments.items())})"
+            for call in calls
+        )
+        return f"[{', '.join(texts)}]"
 
 
 def _pythonic_rules(rule: str, function: BoundFunction) -> list[str]:
@@ -198,6 +243,10 @@ def _grammar(lines: Sequence[str], otherwise: Schema | None = None) -> Structure
     """`calls` of these lines, or else JSON of a schema, or else text that could not be taken for the start of calls."""
     other = "other: /[^\\[{<\\s](.|\\n)*/" if otherwise is None else f"other: %json {_json(otherwise)}"
     return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", "start: calls | other", other, *lines]))
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _json(schema: object) -> str:

@@ -49,7 +49,7 @@ def _tokenize(context: ServerContext, request: TokenizeRequest | TokenizeChatReq
         case TokenizeRequest():
             token_ids = tuple(tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens))
         case TokenizeChatRequest(chat=chat):
-            prompt = chat_prompt(chat, allows_chat_template=context.chat.allows_chat_template)
+            prompt = chat_prompt(chat, context.chat)
             token_ids = tuple(context.engine.renderer.render(prompt).token_ids)
     token_strs = None
     if request.return_token_strs:
