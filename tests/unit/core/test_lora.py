@@ -1,11 +1,15 @@
 """Adapters in the core: who gets a slot, who waits, what is evicted, and what removal means."""
 
+from collections.abc import Callable
+from typing import Any
+
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioengine.config.engine import SchedulingPolicy
+from trioengine.core.background import Job
 from trioengine.errors import CheckpointError, RequestError, UnavailableError
 from trioengine.testing.core_driver import Answer, CoreDriver, make_core_config, make_core_request
 from trioengine.testing.fake_executor import BROKEN_LORA, generate_alone
@@ -363,3 +367,67 @@ def test_whatever_happens_everybody_gets_the_tokens_of_its_adapter(
         assert answer.tokens == expected
     assert num_loras_at_once(driver) <= max_loras if any(plan.scheduled for plan in driver.plans) else True
     assert len(driver.executor.loras) == len(known)
+
+
+def test_steps_go_on_while_an_adapter_is_read() -> None:
+    """It can be named when it is there; its name is taken before, and free again where it could not be read."""
+    driver = make_driver(max_cpu_loras=2)
+    jobs: list[Job[Any]] = []
+
+    def start(work: Callable[[], object]) -> Job[Any]:
+        jobs.append(job := Job(work))
+        return job
+
+    driver.core.background.start = start  # type: ignore[method-assign,assignment]
+    answer = driver.add(make_core_request(0, PROMPT))
+    broken, call = AddLoRA("a", BROKEN_LORA), AddLoRA("a", "/a")
+    assert driver.begin_call(broken) is None
+    with pytest.raises(RequestError, match="already"):
+        driver.call(call)
+    driver.run()
+    assert answer.tokens == alone(None)
+    assert driver.replies == []
+    jobs.pop().run()
+    driver.core.poll()
+    driver.take_all()
+    with pytest.raises(CheckpointError):
+        driver.value_of(broken, driver.replies.pop())
+    assert driver.begin_call(call) is None
+    early = driver.add(make_core_request(0, PROMPT, lora="a"))
+    driver.run()
+    assert refusal(early).param == "lora"
+    assert names_of(driver) == []
+    jobs.pop().run()
+    driver.core.poll()
+    driver.take_all()
+    assert driver.value_of(call, driver.replies.pop()) is None
+    answer = driver.add(make_core_request(0, PROMPT, lora="a"))
+    driver.run()
+    assert answer.tokens == alone("a")
+    driver.core.check_integrity()
+
+
+def test_an_adapter_for_which_there_is_no_room_any_more_is_forgotten() -> None:
+    """Others came while it was read, and are in use."""
+    driver = make_driver(max_loras=2, max_cpu_loras=1)
+    jobs: list[Job[Any]] = []
+    background, start = driver.core.background, driver.core.background.start
+
+    def keep(work: Callable[[], object]) -> Job[Any]:
+        jobs.append(job := Job(work))
+        return job
+
+    background.start = keep  # type: ignore[method-assign,assignment]
+    slow = AddLoRA("slow", "/slow")
+    assert driver.begin_call(slow) is None
+    background.start = start  # type: ignore[method-assign]
+    add_all(driver, "a")
+    answer = driver.add(make_core_request(0, PROMPT, lora="a"))
+    jobs.pop().run()
+    driver.core.poll()
+    driver.take_all()
+    with pytest.raises(UnavailableError, match="no room"):
+        driver.value_of(slow, driver.replies.pop())
+    driver.run()
+    assert answer.tokens == alone("a")
+    assert list(driver.executor.loras.values()) == ["/a"]

@@ -25,6 +25,7 @@ from trioengine.testing.tiny_encoder import (  # noqa: E402
     vectors_of,
     write_sentence_transformer,
 )
+from trioengine.types.messages import UpdateWeights  # noqa: E402
 from trioengine.types.pooling import PoolingParams, PoolingTask, PoolingType  # noqa: E402
 from trioengine.worker.encoder_backends import load_encoder_executor  # noqa: E402
 
@@ -333,3 +334,24 @@ def test_gguf(tmp_path, backend):
     executor = make_executor(location, backend)
     for text, vectors in zip(TEXTS, vectors_of(run_texts(executor, TEXTS, TOKEN_VECTORS)), strict=True):
         assert relative_error(vectors, hidden_states(model, text)) < TOLERANCE
+
+
+@pytest.mark.parametrize("computer", ["native", "torch"])
+def test_new_weights_make_the_encoder_that_a_folder_with_them_is(tmp_path, computer):
+    """Its classification head included, which is not read as the others are."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    for seed, name in enumerate(("old", "new")):
+        torch.manual_seed(seed)
+        config = transformers.BertConfig(**TINY_BERT, num_labels=3)
+        transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / name)
+    executor, fresh = (make_executor(location_of(tmp_path / name), computer) for name in ("old", "new"))
+    params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=True)
+    before, wanted = (vectors_of(run_texts(each, TEXTS, params)) for each in (executor, fresh))
+    executor.update_weights(UpdateWeights(path=str(tmp_path / "new" / "model.safetensors")))
+    executor.prepare_weights()
+    assert np.array_equal(vectors_of(run_texts(executor, TEXTS, params)), before)
+    executor.apply_weights()
+    assert np.array_equal(vectors_of(run_texts(executor, TEXTS, params)), wanted)
+    assert executor.collective_rpc("check_weights", "{}") == fresh.collective_rpc("check_weights", "{}")
+    assert not np.array_equal(before, wanted)

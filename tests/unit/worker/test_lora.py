@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
-from trioengine.core.executor import NewSequence  # noqa: E402
+from trioengine.core.executor import LoRALoad, NewSequence, ScheduledSequence, StepPlan  # noqa: E402
 from trioengine.models.loader import open_checkpoint  # noqa: E402
 from trioengine.models.lora import LoRA, read_lora  # noqa: E402
 from trioengine.models.torch_ops import load_torch_model  # noqa: E402
@@ -23,6 +23,8 @@ from trioengine.testing.lora import merged, write_lora  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import native_copy, random_model, tiny_config, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
+from trioengine.types.pooling import PoolingParams, PoolingType  # noqa: E402
+from trioengine.worker.executor import LocalExecutor  # noqa: E402
 from trioengine.worker.native_backend import NativeBackend  # noqa: E402
 from trioengine.worker.packing import pack_step  # noqa: E402
 from trioengine.worker.sequences import SequenceState, sequence_state  # noqa: E402
@@ -274,3 +276,36 @@ def test_slots_are_filled_anew_while_serving_and_survive_sleep(make, loras: list
     backend.load_weights()
     check(1, loras[1])
     check(2, loras[0])
+
+
+@BACKENDS
+@pytest.mark.parametrize("pooling_type", list(PoolingType))
+def test_vectors_take_adapters(make, pooling_type: PoolingType, loras: list[LoRA]) -> None:
+    """An embedding of an adapter's model beside one of the model itself, and beside text that is generated."""
+    params = PoolingParams(pooling_type=pooling_type, normalize=True)
+
+    def vectors(backend, slots: Sequence[int]) -> list[np.ndarray]:
+        executor = LocalExecutor(backend, read_lora=lambda path: loras[int(path)])
+        executor.add_lora(7, "0")
+        sampling = SamplingParams(max_tokens=0)
+        new = [
+            NewSequence(i, tokens(9, 3), 9, sampling, seed=0, lora_slot=slot, pooling=params)
+            for i, slot in enumerate(slots)
+        ]
+        new.append(NewSequence(9, tokens(5, 1), 5, SamplingParams(temperature=0), seed=0, lora_slot=slots[0]))
+        works = [ScheduledSequence(each.sequence_id, 0, len(each.token_ids), [i]) for i, each in enumerate(new)]
+        loads = [LoRALoad(1, 7)] if any(slots) else []
+        executor.submit(StepPlan(0, works, new, lora_loads=loads))
+        pooled = executor.result().pooled
+        return [pooled[i] for i in range(len(slots))]
+
+    found = vectors(make(), [1, 0])
+    model = merged(MODEL, loras[0])
+    (changed,) = vectors(
+        TorchBackend(model, reload=lambda _: model, num_blocks=[NUM_BLOCKS], block_size=BLOCK_SIZE), [0]
+    )
+    (plain,) = vectors(make_torch(), [0])
+    # Native keys and values are halves.
+    assert np.linalg.norm(found[0] - changed) < 5e-3
+    assert np.linalg.norm(found[1] - plain) < 5e-3
+    assert np.linalg.norm(changed - plain) > 0.1
