@@ -242,7 +242,7 @@ class ServerConfig:
         validator=member_of(GenerationConfig),
         metadata=documented(
             "Sampling parameters that a request leaves out: auto is what the model's authors recommend in its files,"
-            " vllm is the engine's own defaults."
+            " vllm is the engine's own values."
         ),
     )
     trust_request_chat_template: bool = attrs.field(
