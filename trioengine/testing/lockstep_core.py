@@ -1,7 +1,7 @@
 """The core of `testing.fake_core` with an executor that is spread over all ranks: its steps need those of the others.
 
-`python -P -m trioengine.testing.lockstep_core FD`. Each step begins with a barrier of torch's gloo. `CoreLaunch.options`
-have `store`, a file's path where the ranks find each other.
+`python -P -m trioengine.testing.lockstep_core FD`. Each step begins with a barrier of torch's gloo. The ranks find each
+other by a file: the path `store` of `CoreLaunch.options`.
 """
 
 import sys
