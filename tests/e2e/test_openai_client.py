@@ -104,3 +104,29 @@ def test_the_async_client_streams_the_same(server: ServedProcess) -> None:
     whole, streamed = json.loads(done.stdout)
     assert "Tokyo" in whole
     assert streamed == whole
+
+
+def test_embeddings_are_the_same_numbers_either_way(client: openai.OpenAI) -> None:
+    """Case 39 (openai-python 1490): the SDK asks for base64 by itself, and decodes it."""
+    model = client.models.list().data[0].id
+    texts = ["a cat", "a dog", "an engine"]
+    coded = client.embeddings.create(model=model, input=texts)
+    floats = client.embeddings.create(model=model, input=texts, encoding_format="float")
+    assert [item.index for item in coded.data] == [0, 1, 2]
+    assert coded.usage.total_tokens == floats.usage.total_tokens > 0
+    for one, other in zip(coded.data, floats.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding)
+
+
+def test_an_echoed_prompt_has_log_probabilities_and_no_answer(client: openai.OpenAI) -> None:
+    """Case 36 (vllm 6521)."""
+    model = client.models.list().data[0].id
+    reply = client.completions.create(model=model, prompt=["The capital", "Once"], echo=True, max_tokens=0, logprobs=1)
+    assert [choice.text for choice in reply.choices] == ["The capital", "Once"]
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 0
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["The", " capital"]
+    assert logprobs.token_logprobs is not None
+    assert logprobs.token_logprobs[0] is None

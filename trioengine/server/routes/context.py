@@ -43,6 +43,7 @@ WARNING_HEADER = "X-TrioEngine-Warning"
 REQUEST_ID_HEADER = "X-Request-Id"
 _DRAIN_RETRY_S = 5.0
 _TRACE_HEADERS = ("traceparent", "tracestate")
+_REQUEST_HEADERS = frozenset({b"x-data-parallel-rank", b"x-session-id", b"traceparent", b"tracestate"})
 _MAX_TRACE_CHARS = 1024
 
 
@@ -216,18 +217,20 @@ def request_head(id_prefix: str) -> RequestHead:
     Raises:
         RequestError: one of them cannot be used.
     """
-    headers = request.headers
-    rank = headers.get("X-data-parallel-rank")
+    # As the server gives them: `request.headers` would walk them for each name.
+    found = {name: value for name, value in request.scope["headers"] if name in _REQUEST_HEADERS}
+    headers = {name.decode(): value.decode("latin-1") for name, value in found.items()}
+    rank = headers.get("x-data-parallel-rank")
     if rank is not None and not (rank.isascii() and rank.isdigit() and len(rank) < 10):
         raise RequestError("X-data-parallel-rank must be the number of a rank.", param="X-data-parallel-rank")
-    session_id = headers.get("X-Session-Id")
+    session_id = headers.get("x-session-id")
     if session_id is not None and not is_token(session_id):
         raise RequestError(
             f"X-Session-Id must be 1 to {MAX_REQUEST_ID_BYTES} printable ASCII characters without spaces.",
             param="X-Session-Id",
         )
     traces = {
-        name: headers[name] for name in _TRACE_HEADERS if len(headers.get(name, "")) in range(1, _MAX_TRACE_CHARS)
+        name: headers[name] for name in _TRACE_HEADERS if name in headers and len(headers[name]) < _MAX_TRACE_CHARS
     }
     return RequestHead(
         id=id_prefix + http_request_id(),
