@@ -252,7 +252,7 @@ class CoreLink:
         """Ask a core that has no status page here how it does, again and again: an answer is its sign of life."""
         while core not in self._readies:  # noqa: ASYNC110 (once, at the start)
             await trio.sleep(HEARTBEAT_INTERVAL_S)
-        remote.note_answer()
+        remote.note_ready()
         while self._frontend.dead_error is None:
             pending = PendingCall(GetLoad, partial(self._note_answer, remote, remote.ask()), lambda _: None)
             request: CallRequest = self._frontend.add_call(GetLoad(), pending, core)

@@ -28,9 +28,13 @@ class RemoteCore:
         self._num_asked += 1
         return self._num_asked
 
-    def note_answer(self, number: int = 0) -> bool:
-        """The core has answered this question, or has said that it is ready; False where it has lost one before."""
-        is_next = number == 0 or number == self._num_answered + 1
+    def note_ready(self) -> None:
+        """The core takes questions from now on."""
+        self._heard_at_s = trio.current_time()
+
+    def note_answer(self, number: int) -> bool:
+        """The core has answered this question; False where it has not answered the one before."""
+        is_next = number == self._num_answered + 1
         self._num_answered = number
         self._heard_at_s = trio.current_time()
         return is_next

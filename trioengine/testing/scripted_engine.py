@@ -4,7 +4,7 @@ No process, no socket, no thread: under `MockClock` it is deterministic, and eve
 """
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import attrs
@@ -15,6 +15,7 @@ from trioengine.client.link import CoreLink, LinkClient
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError
 from trioengine.frontend.frontend import Frontend
+from trioengine.observability.stats import StatLogger
 from trioengine.runtime.step_loop import Core
 from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.testing.memory_link import MemoryDealer, MemoryRouter
@@ -66,7 +67,11 @@ class ScriptedEngine:
 
 @asynccontextmanager
 async def open_scripted_engine(
-    script: Script | None = None, core: Core | None = None, ready: Ready | None = None
+    script: Script | None = None,
+    core: Core | None = None,
+    ready: Ready | None = None,
+    *,
+    stat_loggers: Sequence[StatLogger] = (),
 ) -> AsyncGenerator[ScriptedEngine, None]:
     """An open engine whose core follows the script, in tasks of this block; ended when the block is left.
 
@@ -75,13 +80,14 @@ async def open_scripted_engine(
     script = Script() if script is None else script
     if core is None:
         core = ScriptedCore(attrs.evolve(script, pace_s=0.0), clock=trio.current_time)
-    router, handle, frontend = MemoryRouter(), FakeCoreHandle(), Frontend(clock=trio.current_time)
+    router, handle = MemoryRouter(), FakeCoreHandle()
+    frontend = Frontend(clock=trio.current_time, stat_loggers=stat_loggers)
     dealer = router.connect(core_identity(0))
     received: list[ToCore] = []
     async with trio.open_nursery() as nursery:
         core_scope = trio.CancelScope()
         nursery.start_soon(_run_core, core, script.pace_s, dealer, handle, received, core_scope)
-        link = CoreLink(router, {0: handle}, LinkClient(frontend))
+        link = CoreLink(router, {0: handle}, LinkClient(frontend, stat_loggers))
         link.start(nursery)
         engine = Engine(EngineConfig(), MODEL_NAME, ready or scripted_ready(), FakeTokenizer(), link)
         yield ScriptedEngine(
