@@ -1,5 +1,6 @@
 """From a chat request to the engine's."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -16,14 +17,18 @@ from trioengine.openai.chat_protocol import (
 )
 from trioengine.openai.chat_settings import ChatSettings
 from trioengine.openai.reasoning import thinking_kwargs
+from trioengine.openai.structured_fields import form_field
 from trioengine.openai.tool_plan import ToolPlan, tool_plan
 from trioengine.openai.tool_text import shows_tools, with_tools_as_text
 from trioengine.openai.translate import generate_request, with_generation_defaults
 from trioengine.tokenizer.chat_template import parse_arguments
 from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest
+from trioengine.types.structured import PARAM
 
 _NO_EFFORT = "none"
 _TOOLS = "tools"
+_STRUCTURE = re.compile(r"/structures/(\d+)/schema")
+"""Where an error about a structural tag says which schema is at fault."""
 
 
 @attrs.frozen
@@ -32,6 +37,20 @@ class ChatPlan:
 
     generate_request: GenerateRequest
     tools: ToolPlan
+    form_field: str | None = None
+    """The field of the request that asks for a form."""
+
+    def as_written(self, error: RequestError) -> RequestError:
+        """The core's error about the form of an answer, with the path that the client wrote."""
+        param = error.param or ""
+        if not param.startswith(PARAM):
+            return error
+        path, place = self.form_field or param, f"{param}:"
+        if self.tools.schema_paths and (found := _STRUCTURE.search(error.message)) is not None:
+            path, place = self.tools.schema_paths[int(found[1])], f"{param}: {found[0]}"
+        if path in (PARAM, param):
+            return error  # The client has the same words for it.
+        return RequestError(error.message.replace(place, f"{path}: ", 1).replace(":  ", ": "), param=path)
 
 
 def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: ChatSettings) -> ChatPlan:
@@ -40,6 +59,8 @@ def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: 
     Raises:
         RequestError: `messages`, `tools`, the form of the answer or the limit of tokens make no sense.
     """
+    if request.stream and request.sampling.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs are told in whole replies, not in a stream.", param="prompt_logprobs")
     request = with_generation_defaults(request, settings.generation_defaults)
     plan = tool_plan(request, settings.markup)
     prompt = chat_prompt(request, settings)
@@ -56,7 +77,7 @@ def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: 
         sampling = attrs.evolve(sampling, skip_special_tokens=False)
     reasoning_kwargs = request.reasoning_parser_kwargs or thinking_kwargs(prompt.template_kwargs)
     changed = attrs.evolve(request, sampling=sampling, reasoning_parser_kwargs=reasoning_kwargs)
-    return ChatPlan(generate_request(changed, prompt, request_id, limit), plan)
+    return ChatPlan(generate_request(changed, prompt, request_id, limit), plan, form_field(request.given_fields))
 
 
 def chat_prompt(request: ChatCompletionRequest, settings: ChatSettings) -> ChatPrompt:

@@ -48,6 +48,9 @@ class RequestBody:
     cache_salt: str | None = None
     timeout: float | None = None
     """Seconds for the whole request."""
+    truncate_prompt_tokens: int | None = None
+    """A longer prompt loses tokens at its beginning until so many are left; -1 is as many as leave room for the
+    answer. None refuses a prompt that is too long."""
     reasoning_parser_kwargs: Mapping[str, object] | None = None
     unknown_fields: tuple[str, ...] = ()
     """Fields of the body that nobody here knows, and that had no effect."""
@@ -62,7 +65,6 @@ NEUTRAL: Neutral = {
     "best_of": (1,),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 """Of both kinds of request."""

@@ -4,7 +4,7 @@ JSON schemas are checked here as far as can be seen without compiling them, so t
 client wrote, and comes before anything is sent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn, cast
 
 from trioengine.core.structured.json_schema import bound_schema
@@ -54,6 +54,11 @@ def structured_outputs_of(fields: Mapping[str, object]) -> StructuredOutputsPara
     except RequestError as error:
         raise RequestError(f"{name}: {error.message}", param=name) from None
     return params
+
+
+def form_field(given_fields: Collection[str]) -> str | None:
+    """The field, of those that a body has, that asks for a form; None where there is none."""
+    return next((name for name in _FORM_FIELDS if name in given_fields), None)
 
 
 def check_schema(schema: object, field: str) -> None:

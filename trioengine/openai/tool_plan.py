@@ -1,6 +1,6 @@
 """What `tools` and `tool_choice` mean: whether the answer is read for calls, and the form that it must have."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import attrs
 
@@ -22,6 +22,8 @@ class ToolPlan:
     """Of the tools that may be called; the answer is read for calls where there are some."""
     form: StructuredOutputsParams | None
     """Of the answer: of its calls, and what `response_format` asks for."""
+    schema_paths: tuple[str, ...] = ()
+    """Where in the request the schemas of the form's calls stand, in their order."""
 
 
 def tool_plan(request: ChatCompletionRequest, markup: ToolMarkup) -> ToolPlan:
@@ -49,11 +51,8 @@ def tool_plan(request: ChatCompletionRequest, markup: ToolMarkup) -> ToolPlan:
         is_parallel=request.parallel_tool_calls and not isinstance(choice, NamedToolChoice),
         otherwise=None if form is None else _schema_beside_calls(form, must_call=must_call),
     )
-    return ToolPlan(names, markup.form(_bound_functions(tools), rules))
-
-
-def _bound_functions(tools: Sequence[tuple[int, Tool]]) -> Sequence[BoundFunction]:
-    return [_bound_function(tool, f"tools[{position}].function.parameters") for position, tool in tools]
+    functions = [_bound_function(tool, f"tools[{position}].function.parameters") for position, tool in tools]
+    return ToolPlan(names, markup.form(functions, rules), tuple(function.path for function in functions))
 
 
 def _bound_function(tool: Tool, path: str) -> BoundFunction:

@@ -95,6 +95,9 @@ def generate_request(
         raise RequestError(f"n must be at least 1, not {_short(request.sampling.n)}.", param="n")
     if request.timeout is not None and not request.timeout > 0:
         raise RequestError("timeout must be a positive number of seconds.", param="timeout")
+    truncate = request.truncate_prompt_tokens
+    if truncate is not None and truncate < 1 and truncate != -1:
+        raise RequestError("truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
     output_kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     sampling: SamplingParams = attrs.evolve(request.sampling, output_kind=output_kind, max_tokens=max_tokens)
     return GenerateRequest(
@@ -105,6 +108,7 @@ def generate_request(
         cache_salt=request.cache_salt,
         lora=lora,
         deadlines=Deadlines(total_s=request.timeout),
+        tokenization_kwargs=None if truncate is None else {"truncate_prompt_tokens": truncate},
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
     )
 

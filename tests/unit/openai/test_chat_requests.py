@@ -281,7 +281,7 @@ def test_calls_and_results_of_the_history_become_text() -> None:
     ],
     ids=str,
 )
-def test_every_way_to_ask_for_a_form_is_known(fields: dict[str, object], expected: object) -> None:
+def test_every_way_to_ask_for_a_form_is_known(fields: dict[str, Any], expected: object) -> None:
     """OpenAI's, vLLM's and vLLM's older one."""
     assert plan(**fields).generate_request.sampling.structured_outputs == expected
 
@@ -312,6 +312,36 @@ def test_forms_that_cannot_be_kept_are_named_as_the_client_wrote_them(fields: di
     assert error.param == path
     if '"not"' in json.dumps(fields):
         assert "/properties/a/not" in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message", "path"),
+    [
+        (
+            {"tools": [tool(), tool("b", strict=True)]},
+            "structured_outputs.structural_tag: /structures/1/schema/properties/a: no text satisfies it.",
+            "tools[1].function.parameters: /properties/a: no text satisfies it.",
+            "tools[1].function.parameters",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}},
+            "structured_outputs.json: /: no text satisfies it.",
+            "response_format: /: no text satisfies it.",
+            "response_format",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: a.", None, "structured_outputs.regex"),
+        ({}, "temperature is wrong.", None, "temperature"),
+    ],
+    ids=str,
+)
+def test_the_cores_errors_about_forms_name_what_the_client_wrote(
+    fields: dict[str, Any], error: str, message: str | None, path: str
+) -> None:
+    """Case 31 (llama.cpp 19051): what only the compiler of grammars finds has a path too."""
+    param = error.partition(":")[0] if ":" in error else "temperature"
+    written = plan(**fields).as_written(RequestError(error, param=param))
+    assert written.message == (message or error)
+    assert written.param == path
 
 
 def test_thinking_that_the_template_is_told_to_leave_out_is_not_looked_for() -> None:
@@ -364,6 +394,9 @@ def test_fields_of_the_request_itself_are_passed_on() -> None:
     assert (request.priority, request.cache_salt, request.deadlines.total_s) == (3, "s", 2.5)
     assert (request.sampling.n, request.sampling.seed, request.sampling.bad_words) == (2, 7, ("x",))
     assert fault(timeout=0).param == "timeout"
+    assert plan(truncate_prompt_tokens=5).generate_request.tokenization_kwargs == {"truncate_prompt_tokens": 5}
+    assert fault(truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
+    assert fault(prompt_logprobs=1, stream=True).param == "prompt_logprobs"
 
 
 def test_authors_defaults_fill_what_was_left_out() -> None:

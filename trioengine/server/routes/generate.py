@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from quart import Response, request
 
 from trioengine.client.interface import OutputStream
-from trioengine.errors import EngineGenerateError
+from trioengine.errors import EngineGenerateError, RequestError
 from trioengine.openai.chat_answer import chat_form
 from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
 from trioengine.openai.chat_stream import ChatEvents, chat_reply
@@ -43,9 +43,12 @@ async def chat_completions(context: ServerContext) -> Response:
     context.engine.check_admission(body.sampling.n)
     generate_request = head.apply(plan.generate_request, lora)
     form = chat_form(body, plan, context.chat)
-    if body.stream:
-        return await stream_one(context, body, generate_request, ChatEvents(reply_head, form))
-    return await whole_one(context, body, generate_request, lambda output: chat_reply(reply_head, form, output))
+    try:
+        if body.stream:
+            return await stream_one(context, body, generate_request, ChatEvents(reply_head, form))
+        return await whole_one(context, body, generate_request, lambda output: chat_reply(reply_head, form, output))
+    except RequestError as error:
+        raise plan.as_written(error) from None
 
 
 async def completions(context: ServerContext) -> Response:
