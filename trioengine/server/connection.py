@@ -149,7 +149,7 @@ class Connection:
         )
         if is_http2:
             return Http2Protocol(*arguments, write_timeout_s=self._config.write_timeout_s)
-        return Http1Protocol(*arguments)
+        return Http1Protocol(*arguments, write=self._write)
 
     async def _read(self, protocol: Http1Protocol | Http2Protocol) -> None:
         """Feed the protocol until the client has gone. Cancelled through `_reading`."""
@@ -222,7 +222,9 @@ class Connection:
             await trio.lowlevel.checkpoint()
             return
         try:
-            await self._write_in_turn(data)
+            num_sent = self._send_now(data)
+            if num_sent < len(data):
+                await self._write_rest(memoryview(data)[num_sent:])
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
             self._lose()
         except trio.Cancelled:
@@ -234,29 +236,30 @@ class Connection:
         else:
             await trio.lowlevel.checkpoint_if_cancelled()
 
-    async def _write_in_turn(self, data: bytes) -> None:
+    def _send_now(self, data: bytes) -> int:
+        """How many bytes the kernel has taken at once, which is mostly all: no scope, no lock, no loop is needed.
+
+        None while another write is under way, and none with TLS.
+        """
+        if self._stream is not self._transport or self._write_lock.locked():
+            return 0
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+
+    async def _write_rest(self, rest: memoryview) -> None:
+        # Nobody can have come in between since some of it was sent: then the lock is free, and taken without waiting.
         try:
             self._write_lock.acquire_nowait()
         except trio.WouldBlock:
             await self._write_lock.acquire()
         try:
-            if not self._is_lost:
-                await self._write_all(data)
+            for start in range(0, 0 if self._is_lost else len(rest), WRITE_SLICE_BYTES):
+                with trio.fail_after(self._config.write_timeout_s):
+                    await self._stream.send_all(rest[start : start + WRITE_SLICE_BYTES])
         finally:
             self._write_lock.release()
-
-    async def _write_all(self, data: bytes) -> None:
-        num_sent = 0
-        if self._stream is self._transport:
-            # Most writes fit the kernel's buffer: one system call instead of a scope, a loop and two checkpoints.
-            try:
-                num_sent = self._sock.send(data)
-            except BlockingIOError:
-                num_sent = 0
-        rest = memoryview(data)[num_sent:]
-        for start in range(0, len(rest), WRITE_SLICE_BYTES):
-            with trio.fail_after(self._config.write_timeout_s):
-                await self._stream.send_all(rest[start : start + WRITE_SLICE_BYTES])
 
     def _send_fin(self) -> None:
         try:

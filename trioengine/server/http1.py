@@ -8,14 +8,16 @@
 - A refused WebSocket upgrade ends the connection.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import h11
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.events import EndBody, Response
+from hypercorn.protocol.events import Body, EndBody, Response
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h11 import H11Protocol, H11WSConnection
 from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
+from hypercorn.typing import H11SendableEvent
 from wsproto.events import CloseConnection
 from wsproto.frame_protocol import CloseReason
 
@@ -56,9 +58,12 @@ class Http1Protocol(H11Protocol):
     num_paused_bytes: int = 0
     """How much a client has sent beyond the request that is being answered, about: reset by `resume`."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """`write` sends bytes as they are."""
         super().__init__(*args)
         self.can_read = _PauseByRaising()
+        self._write = write
+        self._is_chunked = False
 
     async def handle(self, event: Event) -> None:
         """Take bytes from the client, or its end. Waits only while the application has too much unread."""
@@ -94,6 +99,10 @@ class Http1Protocol(H11Protocol):
 
     async def stream_send(self, event: StreamEvent) -> None:
         """Send a part of the application's response. Waits while the client does not read."""
+        if self._is_chunked and isinstance(event, Body) and self.connection.our_state is h11.SEND_BODY:
+            # A part of a stream. h11 would write the same, and take longer for it than the kernel does.
+            await self._write(b"%x\r\n%b\r\n" % (len(event.data), event.data))
+            return
         if isinstance(event, Response) and event.status_code >= 200 and self.context.terminated.is_set():
             event = _with_connection_close(event)
         await super().stream_send(event)
@@ -106,6 +115,21 @@ class Http1Protocol(H11Protocol):
             return b""
         self.stream.state = ASGIWebsocketState.CLOSED
         return self.stream.connection.send(CloseConnection(code=CloseReason.GOING_AWAY))
+
+    async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        if isinstance(event, h11.Response):
+            self._is_chunked = False
+            try:
+                head = self.connection.send(event)
+            except h11.LocalProtocolError:
+                if self.connection.their_state != h11.ERROR:
+                    raise
+                return
+            # h11 has decided how the body is framed.
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in head.lower()
+            await self.send(RawData(data=head))
+            return
+        await super()._send_h11_event(event)
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.http_version > b"1.1":

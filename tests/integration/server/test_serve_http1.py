@@ -110,6 +110,37 @@ async def test_http2_without_tls_is_refused() -> None:
         await serve(echo_scope, ServerConfig(port=0, http2=True))
 
 
+PARTS = [b"x", b"y" * 15, b"z" * 16, b"\r\n0\r\n\r\n", b"w" * 300_000]
+
+
+async def send_in_parts(scope, receive, send) -> None:
+    assert scope["type"] == "http"
+    headers = [(b"content-length", b"%d" % sum(map(len, PARTS)))] if scope["path"] == "/known" else []
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in PARTS:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("path", ["/known", "/unknown"])
+async def test_a_body_in_parts_is_framed_as_its_client_can_read_it(path: str, version: str) -> None:
+    """Twice on one connection where there can be two."""
+    async with open_server(send_in_parts) as server, open_raw_http(server.url) as client:
+        for _ in range(1 if version == "1.0" else 2):
+            await client.send(f"GET {path} HTTP/{version}\r\nhost: localhost\r\n\r\n".encode())
+            head = await client.read_head()
+            is_chunked = (path, version) == ("/unknown", "1.1")
+            assert (head.header("transfer-encoding") == "chunked") is is_chunked
+            if is_chunked:
+                assert [await client.read_chunk() for _ in PARTS] == PARTS
+                assert await client.read_chunk() == b""
+            elif path == "/known":
+                assert await client.read_body(head) == b"".join(PARTS)
+            else:
+                assert await client.read_to_end() == b"".join(PARTS)
+
+
 async def test_ten_pipelined_requests_are_answered_in_order() -> None:
     async with open_server(make_quart_app()) as server, open_raw_http(server.url) as client:
         await client.send(b"".join(request_bytes("GET", f"/number/{number}") for number in range(10)))
