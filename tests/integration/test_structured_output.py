@@ -18,8 +18,15 @@ from trioengine.client import llm as llm_module
 from trioengine.client import open_engine
 from trioengine.client.llm import LLM
 from trioengine.config.engine import EngineConfig, ReasoningParser, SpeculationConfig, SpeculationMethod
+from trioengine.config.server import ToolCallParser
 from trioengine.core.structured_output import StructuredOutputs
 from trioengine.errors import RequestError
+from trioengine.openai.chat_answer import chat_form
+from trioengine.openai.chat_protocol import parse_chat_request
+from trioengine.openai.chat_settings import ChatSettings
+from trioengine.openai.chat_stream import chat_reply
+from trioengine.openai.chat_translate import chat_to_generate
+from trioengine.openai.sse import ReplyHead
 from trioengine.runtime import build
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.transport.zmq_blocking import poll as transport_poll
@@ -65,6 +72,26 @@ def generate(llm: LLM, *samplings: SamplingParams, prompt: str = PROMPT) -> list
 def test_answers_have_the_form_whatever_the_temperature(llm: LLM) -> None:
     samplings = [bound(attrs.evolve(WILD, seed=seed), json=PERSON) for seed in range(3)]
     assert all(map(is_person, generate(llm, bound(GREEDY, json=PERSON), *samplings)))
+
+
+@pytest.mark.parametrize("parser", ToolCallParser)
+def test_a_required_call_fits_its_schema_in_every_markup(llm: LLM, parser: ToolCallParser) -> None:
+    """Of a model that was never trained to call: from the request's body to the reply's."""
+    tokenizer = llm.tokenizer
+    tool = {"type": "function", "function": {"name": "introduce", "parameters": PERSON, "strict": True}}
+    messages = [{"role": "user", "content": "Introduce Ann, a friend."}]
+    body = {"messages": messages, "tools": [tool], "tool_choice": "required", "temperature": 0, "max_tokens": 150}
+    request = parse_chat_request(json.dumps(body | {"parallel_tool_calls": False}).encode())
+    settings = ChatSettings.of(tokenizer, tool_call_parser=parser)
+    plan = chat_to_generate(request, "id", settings)
+    (output,) = llm.generate(plan.generate_request.prompt, plan.generate_request.sampling)
+    reply = json.loads(chat_reply(ReplyHead("id", 0, "model"), chat_form(request, plan, settings), output))
+    (choice,) = reply["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    assert call["function"]["name"] == "introduce"
+    assert jsonschema_rs.is_valid(dict(PERSON), json.loads(call["function"]["arguments"]))
 
 
 def test_neighbours_get_the_same_tokens_as_alone(llm: LLM) -> None:
