@@ -14,10 +14,11 @@ from trioengine.checkpoint.quantize import can_quantize, quantize
 NUMBERS = st.floats(-60000, 60000, width=32, allow_subnormal=False) | st.sampled_from([0.0, -0.0, 0.5, -8.0, 127.0])
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @given(values=arrays(np.float32, (2, 64), elements=NUMBERS))
 def test_bytes_are_those_of_the_gguf_package(kind: str, values: np.ndarray) -> None:  # type: ignore[type-arg]
-    expected = gguf.quantize(values, gguf.GGMLQuantizationType[kind])
+    with np.errstate(all="ignore"):
+        expected = gguf.quantize(values, gguf.GGMLQuantizationType[kind])
     assert quantize(values, GGMLType[kind]).tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
@@ -32,7 +33,17 @@ def test_what_can_be_quantized_comes_back(kind: str) -> None:
     assert np.array_equal(back, np.rint(values * scale))
 
 
+def test_long_tensors_are_as_short_ones() -> None:
+    """They are worked on in slices."""
+    values = np.random.default_rng(0).standard_normal((3, 1 << 16), np.float32)[:, : (1 << 16) - 32]
+    assert quantize(values, GGMLType.Q4_1).tobytes() == b"".join(
+        quantize(row, GGMLType.Q4_1).tobytes() for row in values
+    )
+
+
 def test_other_types_are_not_known() -> None:
     assert not can_quantize(GGMLType.Q6_K)
     assert not can_quantize(GGMLType.I32)
-    assert np.isnan(dequantize(GGUFTensor("x", GGMLType.BF16, (1,), quantize(np.array([np.nan], np.float32), GGMLType.BF16))))
+    assert np.isnan(
+        dequantize(GGUFTensor("x", GGMLType.BF16, (1,), quantize(np.array([np.nan], np.float32), GGMLType.BF16)))
+    )
