@@ -124,11 +124,14 @@ async def test_the_requests_of_a_client_that_is_gone_are_dropped(clients: Client
     assert (output.stats.running, output.stats.waiting) == (0, 0)
     await clients.owner.send(Stop())
     await clients.core.wait()
+    assert "exited with status 0" in clients.core.exit_error().message
 
 
 async def test_a_core_ends_with_its_owner(clients: Clients) -> None:
+    """Which may have had no time to say so."""
     clients.owner.router.socket.close()
     await clients.core.wait()
+    assert "exited with status 0" in clients.core.exit_error().message
 
 
 async def test_every_client_hears_of_the_cores_death_and_its_traceback(clients: Clients) -> None:
