@@ -44,7 +44,7 @@ class CompletionRequest(RequestBody):
     first come first."""
     echo: bool = False
     """The prompt is a part of the text; with `logprobs` it has log probabilities too. `max_tokens` may be 0 then."""
-    best_of: int | None = None
+    best_of: int | None = attrs.field(default=None, metadata={"schema": {"minimum": 1}})
     """The same as `n`, or left out: every answer that is made is told."""
 
 

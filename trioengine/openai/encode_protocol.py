@@ -32,6 +32,7 @@ INPUT_SCHEMA = {
 }
 """JSON schema of texts or token ids, one or many."""
 _TEXTS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1}]}
+_TRUNCATE_SCHEMA = {"anyOf": [{"enum": [-1]}, {"type": "integer", "minimum": 1}]}
 
 
 class EncodingFormat(enum.StrEnum):
@@ -49,7 +50,7 @@ class EncodeBody:
 
     model: str | None = None
     """The served model, or one of its LoRA adapters. None is the served model."""
-    truncate_prompt_tokens: int | None = attrs.field(default=None, metadata={"schema": {"minimum": -1}})
+    truncate_prompt_tokens: int | None = attrs.field(default=None, metadata={"schema": _TRUNCATE_SCHEMA})
     """A longer text loses tokens at its end until so many are left; -1 is as many as the model takes. None refuses a
     text that is too long."""
     priority: int = attrs.field(default=0, metadata={"schema": {"minimum": -(2**31), "maximum": 2**31 - 1}})

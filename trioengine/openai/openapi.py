@@ -288,6 +288,7 @@ _SCHEMAS: Mapping[tuple[type[Any], str], Schema] = {
     (RequestBody, "timeout"): {"exclusiveMinimum": 0},
     (RequestBody, "priority"): _bounds(-(2**31), 2**31 - 1),
     (RequestBody, "cache_salt"): {"minLength": 1, "maxLength": MAX_CACHE_SALT_CHARS},
+    (ChatCompletionRequest, "messages"): {"minItems": 1},
     (ChatCompletionRequest, "max_tokens"): _bounds(1),
     (ChatCompletionRequest, "max_completion_tokens"): _bounds(1),
     (Message, "content"): {

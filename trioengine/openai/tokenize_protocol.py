@@ -40,7 +40,9 @@ class TokenizeReply:
 class DetokenizeRequest:
     """The body of `POST /detokenize`."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = attrs.field(
+        metadata={"schema": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
+    )
     model: str | None = None
     unknown_fields: tuple[str, ...] = ()
     """Fields of the body that nobody here knows, and that had no effect."""

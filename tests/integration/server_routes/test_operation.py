@@ -165,7 +165,7 @@ async def test_the_served_models_name_is_no_adapters() -> None:
     body = {"lora_name": "fake-model", "lora_path": "/x"}
     assert (await json_of(await client.post("/v1/load_lora_adapter", json=body), 400))["error"]["param"] == "lora_name"
     gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "none"})
-    assert (await json_of(gone, 400))["error"]["param"] == "lora_name"
+    assert (await json_of(gone, 404))["error"]["param"] == "lora_name"
 
 
 async def test_a_server_that_drains_is_healthy_but_not_ready() -> None:

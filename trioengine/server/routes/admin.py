@@ -9,7 +9,7 @@ import attrs
 from quart import Response, request
 
 from trioengine.client.operations import JsonValue
-from trioengine.errors import RequestError
+from trioengine.errors import ModelNotFoundError, RequestError
 from trioengine.openai.admin_protocol import (
     CollectiveRPCReply,
     DebugQuery,
@@ -62,6 +62,9 @@ async def unload_lora_adapter(context: ServerContext) -> Response:
     """Refuse further requests of a LoRA adapter."""
     body = await context.read_body(parse_unload_lora_request)
     context.check_unknown(body)
+    await context.refresh_loras()
+    if body.lora_name not in context.loras:
+        raise ModelNotFoundError(f"There is no adapter `{body.lora_name[:100]}` here.", param="lora_name")
     with _body_params():
         await context.engine.remove_lora(body.lora_name)
     await context.refresh_loras()

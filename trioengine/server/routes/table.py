@@ -150,7 +150,7 @@ ROUTES: Sequence[Route] = (
         "/v1/unload_lora_adapter",
         "operation",
         admin.unload_lora_adapter,
-        _OPERATION,
+        (*_OPERATION, 404),
         is_admin=True,
         request=(UnloadLoRARequest,),
         reply=StatusReply,
