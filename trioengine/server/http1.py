@@ -64,6 +64,7 @@ class Http1Protocol(H11Protocol):
         self.can_read = _PauseByRaising()
         self._write = write
         self._is_chunked = False
+        self._held_head = b""
 
     async def handle(self, event: Event) -> None:
         """Take bytes from the client, or its end. Waits only while the application has too much unread."""
@@ -117,19 +118,22 @@ class Http1Protocol(H11Protocol):
         return self.stream.connection.send(CloseConnection(code=CloseReason.GOING_AWAY))
 
     async def _send_h11_event(self, event: H11SendableEvent) -> None:
-        if isinstance(event, h11.Response):
-            self._is_chunked = False
-            try:
-                head = self.connection.send(event)
-            except h11.LocalProtocolError:
-                if self.connection.their_state != h11.ERROR:
-                    raise
-                return
-            # h11 has decided how the body is framed.
-            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in head.lower()
-            await self.send(RawData(data=head))
+        try:
+            data = self._held_head + self.connection.send(event)
+        except h11.LocalProtocolError:
+            if self.connection.their_state != h11.ERROR:
+                raise
             return
-        await super()._send_h11_event(event)
+        self._held_head = b""
+        if isinstance(event, h11.Response):
+            # h11 has decided how the body is framed.
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in data.lower()
+            if not self._is_chunked:
+                # One write with the body. The head of a stream is news by itself: that it has begun.
+                self._held_head = data
+                return
+        if data:
+            await self.send(RawData(data=data))
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.http_version > b"1.1":

@@ -25,7 +25,8 @@ class Gate:
         start = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]}
         try:
             if scope["path"] == "/started":
-                await send(start)
+                # Without a length, as a stream: the head of a whole answer comes with its body.
+                await send({**start, "headers": []})
             self.started.set()
             if scope["path"] != "/now":
                 await self.release.wait()
