@@ -19,11 +19,11 @@ import trio
 
 from trioengine.client.interface import EngineClient
 from trioengine.client.operations import JsonValue
-from trioengine.errors import EngineClosedError, RequestError
+from trioengine.errors import DeadlineExceededError, EngineClosedError, RequestError
 from trioengine.types.messages import CoreLoad, GetLoad, LoRAInfo, WeightTensor
 from trioengine.types.output import FinishReason, PositionLogprobs, RequestOutput
 from trioengine.types.params import RequestOutputKind, SamplingParams
-from trioengine.types.request import GenerateRequest
+from trioengine.types.request import Deadlines, GenerateRequest
 
 TIMEOUT_S = 20
 
@@ -57,6 +57,13 @@ class Subject:
         """One that is answered, but never to the end."""
         sampling = attrs.evolve(self.endless_sampling, output_kind=RequestOutputKind.DELTA)
         return GenerateRequest(self.prompt, sampling, request_id=request_id)
+
+    def several(self, n: int, kind: RequestOutputKind, *, seed: int = 1, is_endless: bool = False) -> GenerateRequest:
+        """One of so many answers, each with random numbers of its own."""
+        sampling = self.endless_sampling if is_endless else self.sampling
+        return GenerateRequest(
+            self.prompt, attrs.evolve(sampling, n=n, seed=seed, temperature=1.0, output_kind=kind), request_id="several"
+        )
 
     async def outputs(
         self, kind: RequestOutputKind = RequestOutputKind.DELTA, request_id: str | None = None
@@ -294,6 +301,89 @@ async def check_kept_outputs_never_change(subject: Subject) -> None:
                 assert attrs.asdict(output) == as_received
 
 
+async def check_several_answers_are_equal_in_all_kinds(subject: Subject) -> None:
+    """By index: joined deltas, the last cumulative output, the final one, and requests of one answer with seeds that
+    count up. Each index ends once, and the prompt counts once.
+    """
+    n = 3
+
+    async def read(request: GenerateRequest) -> list[RequestOutput]:
+        async with subject.engine.generate(request) as stream:
+            return [output async for output in stream]
+
+    with trio.fail_after(TIMEOUT_S):
+        deltas = await read(subject.several(n, RequestOutputKind.DELTA))
+        cumulative = await read(subject.several(n, RequestOutputKind.CUMULATIVE))
+        (final,) = await read(subject.several(n, RequestOutputKind.FINAL_ONLY))
+        alone = [
+            (await read(subject.several(1, RequestOutputKind.FINAL_ONLY, seed=1 + index)))[0] for index in range(n)
+        ]
+    for outputs in (deltas, cumulative, [final]):
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert outputs[-1].num_generated_tokens == sum(len(choice.token_ids) for choice in final.outputs)
+        for output in outputs:
+            indices = [choice.index for choice in output.outputs]
+            assert indices == sorted(set(indices))
+            assert len(output.prompt_token_ids) == len(alone[0].prompt_token_ids)
+    for index in range(n):
+        parts = [choice for output in deltas for choice in output.outputs if choice.index == index]
+        assert [part.finish_reason is not None for part in parts] == [False] * (len(parts) - 1) + [True]
+        one, last, only = final.outputs[index], cumulative[-1].outputs[index], alone[index].outputs[0]
+        assert "".join(part.text for part in parts) == one.text == last.text == only.text
+        assert sum((part.token_ids for part in parts), ()) == one.token_ids == last.token_ids == only.token_ids
+        assert parts[-1].finish_reason == one.finish_reason == last.finish_reason == only.finish_reason
+
+
+async def check_how_many_answers_may_be_asked_for(subject: Subject) -> None:
+    """Greedy ones would all be equal."""
+    for wrong in ({"n": 0}, {"n": 100_000}, {"n": 2, "temperature": 0.0}):
+        sampling = attrs.evolve(subject.sampling, **wrong)
+        param: str | None = None
+        with trio.fail_after(TIMEOUT_S):
+            try:
+                async with subject.engine.generate(GenerateRequest(subject.prompt, sampling)):
+                    raise AssertionError("A request that cannot work was accepted.")
+            except RequestError as error:
+                param = error.param
+        assert param == "n"
+
+
+async def check_leaving_and_abort_end_all_answers(subject: Subject) -> None:
+    """With one ending for each."""
+    engine = subject.endless_engine
+    with trio.fail_after(TIMEOUT_S):
+        async with engine.generate(subject.several(3, RequestOutputKind.DELTA, is_endless=True)) as stream:
+            await anext(stream)
+        await _until_idle(engine)
+        async with engine.generate(subject.several(3, RequestOutputKind.DELTA, is_endless=True)) as stream:
+            outputs = [await anext(stream)]
+            engine.abort("several")
+            outputs += [output async for output in stream]
+        await _until_idle(engine)
+    endings = [(each.index, each.finish_reason) for output in outputs for each in output.outputs if each.finish_reason]
+    assert sorted(endings) == [(index, FinishReason.ABORT) for index in range(3)]
+    assert outputs[-1].finished
+
+
+async def check_a_deadline_ends_its_request_only(subject: Subject) -> None:
+    """With an error of its own, behind what was generated; the engine hears of it."""
+    engine = subject.endless_engine
+    is_over = False
+    with trio.fail_after(TIMEOUT_S):
+        async with engine.generate(subject.endless_request()) as other:
+            await anext(other)
+            limited = attrs.evolve(subject.endless_request(), deadlines=Deadlines(total_s=0.2))
+            async with engine.generate(limited) as stream:
+                try:
+                    async for output in stream:
+                        assert not output.finished
+                except DeadlineExceededError:
+                    is_over = True
+            engine.check_health()
+        await _until_idle(engine)
+    assert is_over
+
+
 async def check_requests_run_at_once(subject: Subject) -> None:
     """Each of many gets the answer that it gets alone."""
     (alone,) = await subject.outputs(RequestOutputKind.FINAL_ONLY)
@@ -522,6 +612,10 @@ CHECKS: tuple[Check, ...] = (
     check_abort_ends_all_requests_of_this_name,
     check_a_cancelled_read_loses_nothing,
     check_kept_outputs_never_change,
+    check_several_answers_are_equal_in_all_kinds,
+    check_how_many_answers_may_be_asked_for,
+    check_leaving_and_abort_end_all_answers,
+    check_a_deadline_ends_its_request_only,
     check_requests_run_at_once,
     check_the_engine_is_healthy_and_tells_its_load,
 )

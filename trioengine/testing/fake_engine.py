@@ -4,6 +4,7 @@ It keeps the promises of `client.interface` that an application can see: wrong p
 leaving the block ends the request without awaiting, waiting tokens come before an error.
 """
 
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -15,6 +16,7 @@ from trioengine.checkpoint.generation import GenerationDefaults
 from trioengine.client.interface import EngineClient
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import (
+    DeadlineExceededError,
     EngineClosedError,
     EngineDeadError,
     EngineGenerateError,
@@ -264,7 +266,7 @@ class FakeEngine(EngineClient):
 
 
 class FakeOutputStream:
-    """One scripted request."""
+    """One scripted request. All of its answers are the same."""
 
     def __init__(self, engine: FakeEngine, request: GenerateRequest, reply: ScriptedReply) -> None:
         self.request = request
@@ -279,6 +281,7 @@ class FakeOutputStream:
         self._left = trio.Event()
         self._aborted = trio.Event()
         self._first_token_time_s = 0.0
+        self._deadline_s = math.inf
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -304,6 +307,8 @@ class FakeOutputStream:
         await trio.lowlevel.checkpoint()
         # A time, so that readers that give up waiting and try again do not make it longer.
         self._first_token_time_s = trio.current_time() + self._reply.first_delay_s
+        limit_s = self.request.deadlines.total_s
+        self._deadline_s = math.inf if limit_s is None else trio.current_time() + limit_s
         if not self._engine.live:
             self._engine.last_left = trio.Event()
         self._engine.live.add(self)
@@ -340,10 +345,13 @@ class FakeOutputStream:
             # Leaving wakes the reader, as the real stream does.
             nursery.start_soon(self._wait_or_end, nursery.cancel_scope)
             nursery.start_soon(self._wait_aborted, nursery.cancel_scope)
-            await self._left.wait()
+            with trio.move_on_at(self._deadline_s):
+                await self._left.wait()
             nursery.cancel_scope.cancel()
         if self._left.is_set():
             raise EngineClosedError("The stream was read after its block was left.")
+        if trio.current_time() >= self._deadline_s:
+            raise DeadlineExceededError("The request's deadline has passed.")
 
     async def _wait_or_end(self, scope: trio.CancelScope) -> None:
         while self._engine.core.is_on_hold:
@@ -384,20 +392,24 @@ class FakeOutputStream:
         if sampling.prompt_logprobs is not None and (is_first or not is_delta):
             scripted = scripted_logprobs(sampling.prompt_logprobs)
             prompt_logprobs = (None, *[scripted] * (self.num_prompt_tokens - 1))
-        choice = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=(1,) * num_tokens,
-            logprobs=None if sampling.logprobs is None else (scripted_logprobs(sampling.logprobs),) * num_tokens,
-            finish_reason=finish_reason if self._is_finished else None,
-            stop_reason=self._reply.stop_reason if self._is_finished else None,
-        )
+        logprobs = None if sampling.logprobs is None else (scripted_logprobs(sampling.logprobs),) * num_tokens
+        choices = [
+            CompletionOutput(
+                index=index,
+                text=text,
+                token_ids=(1,) * num_tokens,
+                logprobs=logprobs,
+                finish_reason=finish_reason if self._is_finished else None,
+                stop_reason=self._reply.stop_reason if self._is_finished else None,
+            )
+            for index in range(sampling.n)
+        ]
         return RequestOutput(
             request_id=self.request.request_id or "fake-request",
             prompt_token_ids=(1,) * self.num_prompt_tokens,
-            outputs=(choice,),
+            outputs=tuple(choices),
             finished=self._is_finished,
-            num_generated_tokens=self._num_sent,
+            num_generated_tokens=self._num_sent * sampling.n,
             num_cached_tokens=self._reply.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )

@@ -1,20 +1,25 @@
 """One request from entering its block to leaving it, over a core in memory: cancelled at every await."""
 
 import inspect
+from contextlib import AsyncExitStack
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioengine.client.stream import RequestStream
 from trioengine.errors import (
+    DeadlineExceededError,
     EngineClosedError,
     EngineDeadError,
     EngineGenerateError,
     RequestError,
     TrioEngineError,
+    UnavailableError,
 )
+from trioengine.frontend.admission import AdmissionLimits, AdmissionQueue
 from trioengine.frontend.input_processor import LONG_PROMPT_CHARS
 from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_engine
@@ -31,7 +36,7 @@ from trioengine.types.messages import (
 )
 from trioengine.types.output import FinishReason, RequestOutput
 from trioengine.types.params import RequestOutputKind, SamplingParams
-from trioengine.types.request import GenerateRequest
+from trioengine.types.request import Deadlines, GenerateRequest
 
 PACED = Script(pace_s=1.0)
 ENDLESS = 100_000
@@ -538,3 +543,136 @@ async def test_lost_outputs_are_the_engines_death(autojump_clock: MockClock) -> 
         with pytest.raises(EngineDeadError, match="lost"):
             scripted.engine.check_health()
         assert any(isinstance(message, EngineCoreRequest) for message in scripted.received)
+
+
+# Several answers
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 2.5, 1000.0])
+async def test_several_answers_are_equal_in_all_kinds(pause_s: float, autojump_clock: MockClock) -> None:
+    """Case 44 (vllm 8625): three answers, counted together, whoever reads them and how."""
+    async with open_scripted_engine(PACED) as scripted:
+        answers: list[list[tuple[str, int]]] = []
+        for kind in RequestOutputKind:
+            outputs: list[RequestOutput] = []
+            async with scripted.engine.generate(request(n=3, output_kind=kind, max_tokens=5)) as stream:
+                async for output in stream:
+                    outputs.append(output)
+                    await trio.sleep(pause_s)
+            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+            assert outputs[-1].num_generated_tokens == 15
+            parts = {index: [each for o in outputs for each in o.outputs if each.index == index] for index in range(3)}
+            if kind is RequestOutputKind.DELTA:
+                assert [sum(each.finish_reason is not None for each in parts[i]) for i in range(3)] == [1, 1, 1]
+                texts = [("".join(e.text for e in parts[i]), sum(len(e.token_ids) for e in parts[i])) for i in range(3)]
+            else:
+                texts = [(parts[i][-1].text, len(parts[i][-1].token_ids)) for i in range(3)]
+            assert kind is not RequestOutputKind.FINAL_ONLY or len(outputs) == 1
+            answers.append(texts)
+        assert answers[0] == answers[1] == answers[2] == [("abcab", 5)] * 3
+        assert scripted.num_adds == 9
+        await assert_idle(scripted)
+
+
+async def test_leaving_ends_all_answers_with_one_message(autojump_clock: MockClock) -> None:
+    async with open_scripted_engine(PACED) as scripted:
+        async with scripted.engine.generate(request(n=5, max_tokens=ENDLESS)) as stream:
+            await anext(stream)
+        await trio.sleep(2)
+        aborts = [message for message in scripted.received if isinstance(message, AbortRequests)]
+        assert [sorted(message.slots) for message in aborts] == [[0, 1, 2, 3, 4]]
+        await assert_idle(scripted)
+
+
+async def test_aborting_a_request_of_several_answers_ends_each_once(autojump_clock: MockClock) -> None:
+    async with open_scripted_engine(PACED) as scripted:
+        async with scripted.engine.generate(request(n=3, max_tokens=ENDLESS, request_id="x")) as stream:
+            await anext(stream)
+            scripted.engine.abort("x")
+            outputs = await read_all(stream)
+        reasons = [each.finish_reason for output in outputs for each in output.outputs if each.finish_reason]
+        assert reasons == [FinishReason.ABORT] * 3
+        assert outputs[-1].finished
+        await trio.sleep(2)
+        await assert_idle(scripted)
+
+
+async def test_an_interval_makes_fewer_and_larger_outputs(autojump_clock: MockClock) -> None:
+    async with open_scripted_engine(PACED) as scripted:
+        for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+            wanted = request(stream_interval=4, max_tokens=10, output_kind=kind)
+            async with scripted.engine.generate(wanted) as stream:
+                outputs = await read_all(stream)
+            assert [output.num_generated_tokens for output in outputs] == [1, 5, 9, 10]
+        assert outputs[-1].outputs[0].text == "abcabcabca"
+
+
+# Deadlines and admission
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "num_tokens"),
+    [
+        (Deadlines(total_s=3.5), 3),
+        (Deadlines(first_token_s=0.5), 0),
+        (Deadlines(inter_token_s=0.5), 1),
+        (Deadlines(inter_token_s=1.5, total_s=5.5), 5),
+    ],
+)
+async def test_a_request_ends_when_its_time_is_over(
+    deadlines: Deadlines, num_tokens: int, autojump_clock: MockClock
+) -> None:
+    """Its tokens come first, its neighbour goes on, and the core is told."""
+    async with open_scripted_engine(PACED) as scripted:
+        limited = attrs.evolve(request(max_tokens=ENDLESS), deadlines=deadlines)
+        async with scripted.engine.generate(request(max_tokens=10)) as other:
+            outputs: list[RequestOutput] = []
+            async with scripted.engine.generate(limited) as stream:
+                for _ in range(num_tokens):
+                    outputs.append(await anext(stream))
+                with pytest.raises(DeadlineExceededError):
+                    await anext(stream)
+            assert sum(len(output.outputs[0].token_ids) for output in outputs) == num_tokens
+            assert text_of(await read_all(other)) == "abcabcabca"
+        await assert_idle(scripted)
+
+
+async def test_an_engine_that_is_full_refuses_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Case 20 (vllm 2901): never a hang; nothing is tokenized for what is refused."""
+    async with open_scripted_engine(Script(pace_s=1.0, max_num_seqs=1)) as scripted:
+        scripted.frontend._queue = AdmissionQueue(AdmissionLimits(max_num_queued_reqs=3))
+        tokenized: list[str] = []
+        encode = scripted.engine.tokenizer.encode
+
+        def note(text: str, **kwargs: Any) -> list[int]:
+            tokenized.append(text)
+            return encode(text, **kwargs)
+
+        monkeypatch.setattr(scripted.engine.tokenizer, "encode", note)
+        async with AsyncExitStack() as stack:
+            for number in range(30):
+                try:
+                    await stack.enter_async_context(scripted.engine.generate(request(str(number), n=3)))
+                except UnavailableError:
+                    continue
+            assert tokenized == ["0"]
+            await trio.sleep(100)  # Its answers have had their turns.
+            await stack.enter_async_context(scripted.engine.generate(request("new")))
+        await assert_idle(scripted)
+
+
+async def test_outputs_say_whose_weights_computed_them(autojump_clock: MockClock) -> None:
+    async with open_scripted_engine(PACED) as scripted:
+        frontend = scripted.frontend
+        async with scripted.engine.generate(request(max_tokens=ENDLESS)) as stream:
+            first = await anext(stream)
+            sequence = frontend._ranks[0].next_sequence
+            list(frontend.receive(0, StepOutput(sequence, 0, 0.0, weight_version="2")))
+            frontend._ranks[0].next_sequence = sequence  # The scripted core knows nothing of it.
+            second = await anext(stream)
+            async with scripted.engine.generate(request(max_tokens=2, n=2)) as later:
+                outputs = await read_all(later)
+        assert (first.weight_version, second.weight_version) == (None, "2")
+        assert {output.weight_version for output in outputs} == {"2"}

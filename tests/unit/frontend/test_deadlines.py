@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioengine.errors import DeadlineExceededError
@@ -152,6 +152,7 @@ def test_an_answer_that_has_ended_has_no_deadline() -> None:
     assert front.aborts() == [(0, b)]
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_each_expires_exactly_when_its_time_is_over(data: st.DataObject) -> None:
     """Against a model that looks at every request at every moment."""

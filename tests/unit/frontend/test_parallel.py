@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioengine.errors import EngineGenerateError, UnavailableError
@@ -247,6 +247,7 @@ def test_statistics_count_the_prompt_once_and_all_tokens() -> None:
     assert (finished.time_to_first_token_s, finished.decode_s, finished.e2e_latency_s) == (1.0, 1.0, 2.0)
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_answers_never_mix(data: st.DataObject) -> None:
     """Each gets its own tokens, whatever is interleaved, on two cores."""
