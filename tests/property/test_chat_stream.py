@@ -14,7 +14,7 @@ from trioengine.config.engine import ReasoningParser
 from trioengine.config.server import ToolCallParser
 from trioengine.core.structured.reasoning import MARKERS
 from trioengine.openai.chat_answer import ChatForm
-from trioengine.openai.chat_stream import ChatEvents, chat_reply
+from trioengine.openai.chat_stream import chat_events, chat_reply
 from trioengine.openai.reasoning import ReasoningSplitter, Split
 from trioengine.openai.sse import ReplyHead
 from trioengine.openai.tool_parsers import TOOL_MARKUPS
@@ -136,7 +136,7 @@ def test_the_joined_stream_is_the_whole_reply(
     form: ChatForm, answers: list[Answer], cuts: list[tuple[int, int]]
 ) -> None:
     """Cases 28 (vllm 51697) and 44 (vllm 8625): however the engine cuts its output."""
-    events = ChatEvents(HEAD, form)
+    events = chat_events(HEAD, form)
     outputs = deltas(answers, cuts, with_logprobs=form.has_logprobs)
     data = b"".join(map(events.events, outputs))
     lines = data.removesuffix(b"\n\n").split(b"\n\n")

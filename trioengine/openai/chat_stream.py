@@ -1,12 +1,21 @@
 """Replies of `/v1/chat/completions`, streamed and whole."""
 
-import json
+import functools
 from collections.abc import Mapping, Sequence
 
 import attrs
 
 from trioengine.openai.chat_answer import AnswerDelta, AnswerReader, CallDelta, ChatForm
-from trioengine.openai.sse import NULL, ChunkShape, EventStream, ReplyHead, finish_fields, usage_fields, whole_reply
+from trioengine.openai.sse import (
+    NULL,
+    ChunkShape,
+    EventStream,
+    ReplyHead,
+    dumps,
+    finish_fields,
+    usage_fields,
+    whole_reply,
+)
 from trioengine.types.output import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
 
 _CHUNK = ChunkShape(
@@ -23,24 +32,27 @@ class _Choice:
     """A choice of a stream that is not plain text."""
 
     reader: AnswerReader
-    has_begun: bool = False
     logprobs: list[Mapping[str, object]] = attrs.field(factory=list[Mapping[str, object]])
     """Of tokens whose text is held back."""
 
 
-class ChatEvents(EventStream):
+def chat_events(head: ReplyHead, form: ChatForm) -> EventStream:
     """A stream of chat chunks. The first chunk of each choice has the role."""
+    if not form.is_plain:
+        return _AnswerEvents(head, form)
+    return EventStream(head, _CHUNK, include_usage=form.include_usage, continuous_usage=form.continuous_usage)
+
+
+class _AnswerEvents(EventStream):
+    """Of answers that are more than text."""
 
     def __init__(self, head: ReplyHead, form: ChatForm) -> None:
         """Prepare what all chunks share."""
         super().__init__(head, _CHUNK, include_usage=form.include_usage, continuous_usage=form.continuous_usage)
         self._form = form
-        self._is_plain = form.is_plain
         self._choices: dict[int, _Choice] = {}
 
     def choice_events(self, choice: CompletionOutput, output: RequestOutput) -> bytes:
-        if self._is_plain:
-            return super().choice_events(choice, output)
         state = self._choices.get(choice.index)
         if state is None:
             state = _Choice(AnswerReader(self._form, output.prompt_token_ids))
@@ -51,13 +63,14 @@ class ChatEvents(EventStream):
             state.logprobs += map(_logprob_fields, choice.logprobs)
         if not is_last and not delta.has_news:
             return b""
-        fields: dict[str, object] = {} if state.has_begun else {"role": "assistant"}
-        state.has_begun = True
-        fields |= _delta_fields(delta, is_first="role" in fields)
-        logprobs = _dumps({"content": state.logprobs, "refusal": None}) if state.logprobs else NULL
+        logprobs = dumps({"content": state.logprobs, "refusal": None}) if state.logprobs else NULL
         state.logprobs = []
         finish = _finish_fields(choice, has_calls=state.reader.has_calls) if is_last else None
-        return self.begin_chunk(choice.index) + b'"delta":' + _dumps(fields) + self.end_chunk(logprobs, finish)
+        if not delta.reasoning and not delta.calls:
+            return self.text_chunk(choice.index, delta.text, logprobs=logprobs, finish=finish)
+        fields: dict[str, object] = {"role": "assistant"} if self.begins(choice.index) else {}
+        fields |= _delta_fields(delta, is_first=bool(fields))
+        return self.begin_chunk(choice.index) + b'"delta":' + dumps(fields) + self.end_chunk(logprobs, finish)
 
     def usage(self, output: RequestOutput) -> Mapping[str, object]:
         if self._form.reasoning_parser is None:
@@ -135,11 +148,14 @@ def _logprob_fields(entry: PositionLogprobs) -> Mapping[str, object]:
 
 
 def _token_fields(token: Logprob) -> Mapping[str, object]:
-    return {
-        "token": token.token_bytes.decode(errors="replace"),
-        "logprob": token.logprob,
-        "bytes": list(token.token_bytes),
-    }
+    text, numbers = _text_and_numbers(token.token_bytes)
+    return {"token": text, "logprob": token.logprob, "bytes": numbers}
+
+
+@functools.lru_cache(maxsize=32_768)
+def _text_and_numbers(token_bytes: bytes) -> tuple[str, Sequence[int]]:
+    """A token's text and bytes as a client reads them. Texts are made of few different tokens."""
+    return token_bytes.decode(errors="replace"), list(token_bytes)
 
 
 def _prompt_logprobs(output: RequestOutput) -> Sequence[Mapping[str, object] | None]:
@@ -161,7 +177,3 @@ def _prompt_logprobs(output: RequestOutput) -> Sequence[Mapping[str, object] | N
 
 def _usage_fields(output: RequestOutput, num_reasoning_tokens: int) -> Mapping[str, object]:
     return {**usage_fields(output), "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
-
-
-def _dumps(value: Mapping[str, object]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

@@ -59,7 +59,7 @@ class EventStream:
             include_usage: a chunk with the token counts comes before the end, and `usage` is null in all others.
             continuous_usage: with `include_usage`, every chunk has the counts so far.
         """
-        fields = _dumps(head_fields(head, shape.object)).removesuffix(b"}")
+        fields = dumps(head_fields(head, shape.object)).removesuffix(b"}")
         self._shape = shape
         self._start = b"data: " + fields + b',"choices":['
         self._include_usage = include_usage
@@ -71,13 +71,13 @@ class EventStream:
     def events(self, output: RequestOutput) -> bytes:
         """The events of a DELTA output; empty when it shows nothing new. The finished one ends the stream."""
         if self._continuous_usage:
-            self._set_usage(_dumps(self.usage(output)))
+            self._set_usage(dumps(self.usage(output)))
         if len(output.outputs) == 1 and not output.finished:
             return self.choice_events(output.outputs[0], output)
         parts = [self.choice_events(choice, output) for choice in output.outputs]
         if output.finished:
             if self._include_usage:
-                parts.append(self._start + b'],"usage":' + _dumps(self.usage(output)) + b"}\n\n")
+                parts.append(self._start + b'],"usage":' + dumps(self.usage(output)) + b"}\n\n")
             parts.append(DONE)
         return b"".join(parts)
 
@@ -102,8 +102,20 @@ class EventStream:
         """The token counts as of an output."""
         return usage_fields(output)
 
+    def begins(self, index: int) -> bool:
+        """Whether the next chunk is the first of its choice. Whoever asks writes it."""
+        if index in self._before_text:
+            return False
+        self._before_text[index] = self.begin_chunk(index) + self._shape.before_text
+        return True
+
     def text_chunk(
-        self, index: int, text: str, *, logprobs: bytes = NULL, finish: CompletionOutput | None = None
+        self,
+        index: int,
+        text: str,
+        *,
+        logprobs: bytes = NULL,
+        finish: CompletionOutput | Mapping[str, object] | None = None,
     ) -> bytes:
         """A chunk of a choice's text.
 
@@ -111,7 +123,7 @@ class EventStream:
             index: of the choice.
             text: what is new.
             logprobs: of the tokens in it, as JSON.
-            finish: the choice, where it ends with this chunk.
+            finish: the choice, or why it ends, where it ends with this chunk.
         """
         before_text = self._before_text.get(index)
         if before_text is None:
@@ -132,7 +144,7 @@ class EventStream:
         if finish is None:
             return b',"logprobs":' + logprobs + self._unfinished
         fields = finish_fields(finish) if isinstance(finish, CompletionOutput) else finish
-        return b',"logprobs":' + logprobs + b"," + _dumps(fields).removeprefix(b"{") + self._end
+        return b',"logprobs":' + logprobs + b"," + dumps(fields).removeprefix(b"{") + self._end
 
     def _set_usage(self, usage: bytes) -> None:
         self._end = b'],"usage":' + usage + b"}\n\n" if self._include_usage else b"]}\n\n"
@@ -169,8 +181,13 @@ def whole_reply(
     **more: object,
 ) -> bytes:
     """The body of a reply that is not streamed."""
-    return _dumps({**head_fields(head, object_name), "choices": choices, "usage": usage, **more})
+    return dumps({**head_fields(head, object_name), "choices": choices, "usage": usage, **more})
 
 
-def _dumps(value: Mapping[str, object]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+def dumps(value: Mapping[str, object]) -> bytes:
+    """Compact JSON."""
+    return _ENCODER.encode(value).encode()
+
+
+# `json.dumps` with separators makes one for each call, which takes longer than a chunk.
+_ENCODER = json.JSONEncoder(separators=(",", ":"))

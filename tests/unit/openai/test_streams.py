@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from trioengine.errors import EngineDeadError
 from trioengine.openai.chat_answer import ChatForm
-from trioengine.openai.chat_stream import ChatEvents, chat_reply
+from trioengine.openai.chat_stream import chat_events, chat_reply
 from trioengine.openai.completion_stream import CompletionEvents, CompletionForm, completion_reply
 from trioengine.openai.sse import PING, EventStream, ReplyHead
 from trioengine.testing.fake_tokenizer import FakeTokenizer
@@ -22,7 +22,7 @@ HEAD = ReplyHead('id-"\\\n', 1_700_000_000, 'model "é"')
 
 
 def chat_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:
-    return ChatEvents(head, ChatForm(tokenizer=FakeTokenizer(), include_usage=include_usage))
+    return chat_events(head, ChatForm(tokenizer=FakeTokenizer(), include_usage=include_usage))
 
 
 def completion_stream(head: ReplyHead, *, include_usage: bool) -> EventStream:

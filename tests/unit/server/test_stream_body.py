@@ -8,7 +8,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine.errors import RequestError
 from trioengine.openai.chat_answer import ChatForm
-from trioengine.openai.chat_stream import ChatEvents
+from trioengine.openai.chat_stream import chat_events
 from trioengine.openai.sse import ReplyHead
 from trioengine.server.stream_body import StreamBody, enter_request
 from trioengine.testing.fake_engine import FakeEngine, FakeOutputStream, ScriptedReply
@@ -25,7 +25,7 @@ async def read_body(engine: FakeEngine, outputs: FakeOutputStream, chunks: list[
     """What Quart does: a route in a task of the nursery of one HTTP request, then the body."""
     scope = await enter_request(outputs)
     assert engine.live
-    async with StreamBody(outputs, ChatEvents(HEAD, ChatForm(tokenizer=FakeTokenizer())), scope) as body:
+    async with StreamBody(outputs, chat_events(HEAD, ChatForm(tokenizer=FakeTokenizer())), scope) as body:
         async for chunk in body:
             chunks.append(chunk)
     await wait_all_tasks_blocked()

@@ -9,7 +9,7 @@ from trioengine.client.interface import OutputStream
 from trioengine.errors import EngineGenerateError, RequestError
 from trioengine.openai.chat_answer import chat_form
 from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
-from trioengine.openai.chat_stream import ChatEvents, chat_reply
+from trioengine.openai.chat_stream import chat_events, chat_reply
 from trioengine.openai.chat_translate import ChatPlan, chat_to_generate
 from trioengine.openai.completion_protocol import CompletionRequest, parse_completion_request
 from trioengine.openai.completion_stream import CompletionEvents, CompletionForm, completion_reply
@@ -45,7 +45,7 @@ async def chat_completions(context: ServerContext) -> Response:
     form = chat_form(body, plan, context.chat)
     try:
         if body.stream:
-            return await stream_one(context, body, generate_request, ChatEvents(reply_head, form))
+            return await stream_one(context, body, generate_request, chat_events(reply_head, form))
         return await whole_one(context, body, generate_request, lambda output: chat_reply(reply_head, form, output))
     except RequestError as error:
         raise plan.as_written(error) from None
