@@ -15,8 +15,11 @@ from trioengine.types.messages import EngineCoreRequest
 from trioengine.types.params import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_EXTRA_ARGS,
+    MAX_EXTRA_ARGS_CHARS,
     MAX_LOGITS_PROCESSOR_CHARS,
     MAX_LOGITS_PROCESSORS,
+    MAX_N,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_TOP_K,
@@ -47,6 +50,12 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("bad_words", [None, [], "x", ["a", "b c"], ["x" * MAX_BAD_WORD_CHARS], ["x"] * MAX_BAD_WORDS]),
     ("logprobs", [None, -1, 0, 20]),
     ("prompt_logprobs", [None, -1, 0, 20]),
+    ("n", [1, 2, MAX_N]),
+    ("thinking_token_budget", [None, -1, 0, 1000]),
+    ("skip_reading_prefix_cache", [None, True, False]),
+    ("spaces_between_special_tokens", [True, False]),
+    ("stream_interval", [None, 1, 100]),
+    ("extra_args", [None, {}, {"a": 5, "b": "text", "c": {"d": [None, 1.5]}, "e": '{"f": 1}'}]),
     ("logits_processors", [None, {}, {"a": {}}, {"a": {"x": [1, None]}, "b": '{"y": 2.5}'}]),
 ]
 
@@ -71,6 +80,13 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("logprobs", [-2, 1.0, True, "1"]),
     ("prompt_logprobs", [-2, 1.0, True, "1"]),
     ("structured_outputs", ["{}", {"json": "{}"}, 5]),
+    ("n", [0, -1, MAX_N + 1, 1.0, True, None, "2"]),
+    ("thinking_token_budget", [-2, 1.0, True, "1", 2**31]),
+    ("skip_reading_prefix_cache", [0, "yes"]),
+    ("spaces_between_special_tokens", [None, 1]),
+    ("stream_interval", [0, -1, 1.5, True, 2**31]),
+    ("extra_args", ["a", [], 5, {"\ud800": 1}, {str(n): 1 for n in range(MAX_EXTRA_ARGS + 1)}]),
+    ("extra_args", [{"a": "x" * MAX_EXTRA_ARGS_CHARS}]),
     ("logits_processors", ["a", [], 5, {"\ud800": {}}, {str(n): {} for n in range(MAX_LOGITS_PROCESSORS + 1)}]),
 ]
 
@@ -118,6 +134,8 @@ def test_what_cannot_work_is_refused_by_its_name(field: str, values: list[Any]) 
         (lambda: SamplingParams(bad_words=[5]), "bad_words[0]"),  # type: ignore[list-item]
         (lambda: SamplingParams(bad_words=["\udfff"]), "bad_words[0]"),
         (lambda: SamplingParams(bad_words=["x" * (MAX_BAD_WORD_CHARS + 1)]), "bad_words[0]"),
+        (lambda: SamplingParams(extra_args={"a": object()}), "extra_args[a]"),  # type: ignore[dict-item]
+        (lambda: SamplingParams(extra_args={"a": NAN}), "extra_args[a]"),  # type: ignore[dict-item]
         (lambda: SamplingParams(logits_processors={"a": []}), "logits_processors[a]"),  # type: ignore[dict-item]
         (lambda: SamplingParams(logits_processors={"a": "{"}), "logits_processors[a]"),
         (lambda: SamplingParams(logits_processors={"a": '{"x": NaN}'}), "logits_processors[a]"),
@@ -195,3 +213,21 @@ def test_greedy_is_temperature_or_top_p_zero() -> None:
 def test_parameters_cannot_change_after_they_were_checked() -> None:
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         SamplingParams().temperature = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_p": 0}])
+def test_several_answers_of_which_all_would_be_equal_are_refused(greedy: dict[str, Any]) -> None:
+    SamplingParams(**greedy).validate()
+    with pytest.raises(RequestError, match="all 2 would be equal") as caught:
+        SamplingParams(n=2, **greedy).validate()
+    assert caught.value.param == "n"
+
+
+def test_extra_arguments_are_kept_as_json_and_stay_so() -> None:
+    sampling = SamplingParams(extra_args={"a": 5, "b": "text", "c": {"d": None}})  # type: ignore[dict-item]
+    assert sampling.extra_args == {"a": "5", "b": '"text"', "c": '{"d": null}'}
+    assert attrs.evolve(sampling, n=2).extra_args == sampling.extra_args
+
+
+def test_a_budget_of_minus_one_is_none() -> None:
+    assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
