@@ -231,3 +231,40 @@ def test_callers_messages_stay_as_they_are(tokenizer: Tokenizer) -> None:
     messages = [{"role": "developer", "content": ATTACK}]
     render_chat(tokenizer, messages)
     assert messages == [{"role": "developer", "content": ATTACK}]
+
+
+def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
+    """The prompt ends with its text, white space included, whatever the template does with it."""
+    for content in ("m.content", "m.content | trim"):
+        chat = with_template(tokenizer, ROLES.replace("CONTENT", content))
+        messages = [*user("Hi"), {"role": "assistant", "content": f"The {ATTACK} answer is "}]
+        rendered = render_chat(chat, messages, add_generation_prompt=False, continue_final_message=True)
+        assert rendered.prompt_text.endswith(f"<|im_start|>assistant\nThe {ATTACK} answer is ")
+        assert [i for i in rendered.token_ids if tokenizer.is_special(i)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ({"role": "assistant", "content": "a"}, {"add_generation_prompt": True}),
+        ({"role": "assistant", "content": ""}, {}),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}, {}),
+        ({"role": "assistant", "content": "a"}, {"chat_template": "{{ messages | length }}"}),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_continued_is_refused(
+    tokenizer: Tokenizer, message: dict[str, object], options: dict[str, Any]
+) -> None:
+    """No text, or none that the template shows."""
+    with pytest.raises(RequestError) as caught:
+        render_chat(tokenizer, [message], **{"add_generation_prompt": False, "continue_final_message": True} | options)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_a_template_of_the_request_takes_the_models_place(tokenizer: Tokenizer) -> None:
+    """What is wrong with it is the request's fault."""
+    assert render_chat(tokenizer, user("Hi"), chat_template="{{ messages[0].content }}!").prompt_text == "Hi!"
+    with pytest.raises(RequestError) as caught:
+        render_chat(tokenizer, user("Hi"), chat_template="{% if %}")
+    assert caught.value.param == "chat_template"

@@ -31,12 +31,14 @@ class HermesParser:
         """Whether a closing marker may come."""
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
+        """What is certain after this piece."""
         self._buffer += text
         while self._step():
             pass
         return self._events.take()
 
     def finish(self) -> Sequence[ToolEvent]:
+        """What was still held back, at the end of the text."""
         while self._call is not None and not self._call.has_started:
             self._give_up()
             while self._step():

@@ -41,12 +41,14 @@ class JsonCallsParser:
         self._is_list = False
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
+        """What is certain after this piece."""
         self._buffer += text
         while self._step():
             pass
         return self._events.take()
 
     def finish(self) -> Sequence[ToolEvent]:
+        """What was still held back, at the end of the text."""
         if self._call is not None and self._call.has_started:
             self._call.finish()
         else:

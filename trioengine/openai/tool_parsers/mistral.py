@@ -43,12 +43,14 @@ class MistralParser:
         """Of a call whose name stood before it."""
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
+        """What is certain after this piece."""
         self._buffer += text
         while self._step():
             pass
         return self._events.take()
 
     def finish(self) -> Sequence[ToolEvent]:
+        """What was still held back, at the end of the text."""
         while self._arguments is None and self._is_behind_marker and not (self._call and self._call.has_started):
             self._give_up()
             while self._step():

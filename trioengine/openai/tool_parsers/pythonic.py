@@ -34,12 +34,14 @@ class PythonicParser:
         self._is_text = False
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
+        """What is certain after this piece."""
         self._buffer += text
         while self._step():
             pass
         return self._events.take()
 
     def finish(self) -> Sequence[ToolEvent]:
+        """What was still held back, at the end of the text."""
         rest = self._buffer
         if self._events.num_calls and not self._is_text:
             # What is left of the list's own signs is no text.
