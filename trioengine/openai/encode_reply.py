@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from trioengine.errors import EngineGenerateError
 from trioengine.openai.encode_protocol import EncodingFormat
 from trioengine.types.pooling import PoolingOutput
 
@@ -161,6 +162,16 @@ def encode_usage(outputs: Sequence[PoolingOutput]) -> EncodeUsage:
     """The tokens of all inputs."""
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return EncodeUsage(num_tokens, num_tokens)
+
+
+def check_finite(output: PoolingOutput) -> None:
+    """Return when all numbers are numbers, as JSON has no words for others and no client expects them.
+
+    Raises:
+        EngineGenerateError: some are not.
+    """
+    if not np.isfinite(output.data).all():
+        raise EngineGenerateError("The model's numbers for this input are infinite, or none at all.")
 
 
 def embedding_parts(head: EncodeHead, outputs: Sequence[PoolingOutput], form: EncodingFormat) -> Iterator[bytes]:

@@ -182,6 +182,22 @@ async def test_the_first_failure_ends_the_batch() -> None:
     assert engine.num_encoding == 0
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_what_is_no_number_is_a_failure(value: float, encoding_format: str) -> None:
+    """Case 38 (sglang 5984): never `NaN` in what should be JSON."""
+
+    class Overflowing(FakeVectorEngine):
+        async def encode(self, request: EncodeRequest) -> PoolingOutput:
+            output = await super().encode(request)
+            return PoolingOutput(output.request_id, output.prompt_token_ids, output.data * np.float32(value))
+
+    with np.errstate(invalid="ignore"):
+        response = await post(Overflowing(), PATH, {"input": "a", "encoding_format": encoding_format})
+    assert response.status_code == 500
+    assert (await error_of(response))["code"] == "generation_failed"
+
+
 @pytest.mark.parametrize(
     ("error", "status"), [(EngineDeadError("dead", cause="secret"), 503), (EngineGenerateError("x"), 500)]
 )

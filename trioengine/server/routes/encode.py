@@ -25,6 +25,7 @@ from trioengine.openai.encode_protocol import (
 )
 from trioengine.openai.encode_reply import (
     EncodeHead,
+    check_finite,
     classify_parts,
     cosine,
     embedding_parts,
@@ -148,6 +149,7 @@ class _Batch(Generic[B]):
                 index, (prompt, path) = waiting.popleft()
                 try:
                     output = await self.context.engine.encode(self._request(index, prompt, params))
+                    check_finite(output)
                 except UnavailableError as error:
                     # The engine takes fewer of them at a time. As long as any of this batch run, it goes on with those.
                     if num_workers == 1:
