@@ -126,7 +126,7 @@ async def test_encode_through_a_core_process(folder: str) -> None:
     with LLM(folder, cpu_threads=1) as llm:
         expected = llm.embed(TEXT)[0].data
     async with opened(folder) as engine:
-        assert not engine.model_facts.can_generate
+        assert not engine.model_config.can_generate
         output = await engine.encode(EncodeRequest(TEXT, request_id="mine"))
         assert output.request_id == "mine"
         assert (output.data == expected).all()

@@ -57,11 +57,6 @@ class EngineOperations(Protocol):
         """Context length, vocabulary size, end tokens, and what the model can do."""
         ...
 
-    @property
-    def model_facts(self) -> ModelFacts:
-        """The same."""
-        return self.model_config
-
     async def call(self, call: Call[R]) -> R:
         """Run an operation on all cores and return its typed reply: `Call.combine` of theirs."""
         ...

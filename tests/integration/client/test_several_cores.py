@@ -213,6 +213,36 @@ async def test_an_engine_of_one_rank_starts_that_core_alone(model: str) -> None:
         assert await tokens_of(engine, [4, 5]) == right_tokens([4, 5])
 
 
+async def test_idle_cores_take_part_in_the_collective_steps_of_busy_ones(model: str, tmp_path: Path) -> None:
+    """The front end wakes them; without their empty steps, the busy one would wait at the barrier."""
+    options = {"world_size": "2", "store": str(tmp_path / "store")}
+    config = EngineConfig(model=model, data_parallel_size=2)
+    with trio.fail_after(TIMEOUT_S):
+        async with open_engine(config, core_module="trioengine.testing.lockstep_core", core_options=options) as engine:
+            for rank in (0, 1, 0):
+                tokens = await tokens_of(engine, [1, 2, 3], rank=rank)
+                assert tokens == right_tokens([1, 2, 3])
+            await until_idle(engine)
+
+
+async def test_two_cores_with_a_real_model_give_the_same_answers() -> None:
+    """Each has loaded it, in a process of its own."""
+    config = EngineConfig(data_parallel_size=2, max_model_len=256, max_num_seqs=4, cpu_threads=1)
+    sampling = SamplingParams(temperature=0, max_tokens=8, output_kind=RequestOutputKind.FINAL_ONLY)
+    with trio.fail_after(TIMEOUT_S):
+        async with open_engine(config) as engine:
+            answers: list[str] = []
+            for rank in range(2):
+                request = GenerateRequest("Once upon a time", sampling, data_parallel_rank=rank)
+                async with engine.generate(request) as stream:
+                    answers.append((await anext(stream)).outputs[0].text)
+            assert answers[0]
+            assert answers[0] == answers[1]
+            assert [load.running for load in await loads(engine)] == [0, 0]
+            assert await engine.reset_prefix_cache()
+            await engine.call(CheckIntegrity())
+
+
 # Several clients
 
 
