@@ -1,6 +1,7 @@
 """Several front ends on one core process, over real sockets: each has its own requests, and takes them along."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import attrs
@@ -23,6 +24,7 @@ from trioengine.types.messages import (
     Finished,
     FromCore,
     GetLoad,
+    PauseGeneration,
     Ready,
     Reply,
     StepOutput,
@@ -69,8 +71,9 @@ class Clients:
     other: Client
 
 
-@pytest.fixture
-async def clients() -> AsyncIterator[Clients]:
+@asynccontextmanager
+async def open_core(module: str, **options: str) -> AsyncIterator[Clients]:
+    """A core process that is ready."""
     with create_endpoint({}) as first, create_endpoint({}) as second, trio.fail_after(TIMEOUT_S):
         owner, other = Client(bind_router(first)), Client(bind_router(second))
         endpoints: tuple[Endpoint, ...] = tuple(each.router.endpoint.for_core() for each in (owner, other))
@@ -80,9 +83,9 @@ async def clients() -> AsyncIterator[Clients]:
             page_fd=-1,
             config=EngineConfig(model="none"),
             model=ModelLocation(ModelKind.GGUF, Path("none"), "none"),
-            options={"fatal_token": str(FATAL_TOKEN)},
+            options=options,
         )
-        core = await CoreHandle.start(launch, "trioengine.testing.scripted_core")
+        core = await CoreHandle.start(launch, module)
         try:
             for each in (owner, other):
                 assert isinstance(await each.receive(Ready), Ready)
@@ -92,6 +95,13 @@ async def clients() -> AsyncIterator[Clients]:
                 each.router.socket.close()
             await core.stop(timeout_s=10)
             core.close()
+
+
+@pytest.fixture
+async def clients() -> AsyncIterator[Clients]:
+    """Of a scripted core."""
+    async with open_core("trioengine.testing.scripted_core", fatal_token=str(FATAL_TOKEN)) as clients:
+        yield clients
 
 
 async def test_clients_have_slots_and_outputs_of_their_own(clients: Clients) -> None:
@@ -141,3 +151,18 @@ async def test_every_client_hears_of_the_cores_death_and_its_traceback(clients: 
         assert isinstance(dead, EngineDead)
         assert "Traceback" in str(dead.error.fields["cause"])
         assert "The script says that this token is the end." in str(dead.error.fields["cause"])
+
+
+async def test_an_idle_core_wakes_for_a_deadline() -> None:
+    """Case 20 (vllm 2901): during a pause nothing else would end its wait."""
+    async with open_core("trioengine.testing.fake_core") as clients:
+        await clients.owner.send(CallRequest(1, PauseGeneration()))
+        await clients.owner.receive(Reply)
+        await clients.other.send(attrs.evolve(make_core_request(3), queue_timeout_s=0.01))
+        output = await clients.other.receive(StepOutput)
+        assert isinstance(output, StepOutput)
+        (finished,) = output.finished
+        assert finished.error is not None
+        assert (finished.slot, finished.error.name) == (3, "DeadlineExceededError")
+        load = await clients.owner.load()
+        assert (load.running, load.waiting) == (0, 0)

@@ -318,6 +318,10 @@ class ScriptedCore:
             return None
         if state.output is None and state.finished:
             self._set_output(state)
+        elif state.output is not None and state.finished:
+            # Nothing may be left behind: without work the loop waits for messages.
+            finished, state.finished = (*state.output.finished, *state.finished), []
+            state.output = attrs.evolve(state.output, finished=finished, stats=self._stats())
         output, state.output = state.output, None
         return output
 
