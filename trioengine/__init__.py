@@ -15,29 +15,46 @@ if TYPE_CHECKING:
     from trioengine.client.engine import Engine, open_engine
     from trioengine.client.interface import EngineClient
     from trioengine.client.llm import LLM
+    from trioengine.client.llm_engine import LLMEngine
+    from trioengine.client.llm_inputs import EngineArgs, LoRARequest
+    from trioengine.client.llm_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from trioengine.config.engine import EngineConfig
     from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
     from trioengine.types.params import RequestOutputKind, SamplingParams
     from trioengine.types.pooling import EncodeRequest, PoolingOutput, PoolingParams, TextPairPrompt
     from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
+    from trioengine.types.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "ChatPrompt",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EncodeRequest",
     "Engine",
+    "EngineArgs",
     "EngineClient",
     "EngineConfig",
     "FinishReason",
     "GenerateRequest",
+    "LLMEngine",
+    "LoRARequest",
     "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
+    "StructuredOutputsParams",
     "TextPairPrompt",
     "TextPrompt",
     "TokensPrompt",
@@ -48,18 +65,26 @@ __all__ = [
 _HOMES = {
     "LLM": "client.llm",
     "ChatPrompt": "types.request",
+    "ClassificationRequestOutput": "client.llm_outputs",
     "CompletionOutput": "types.output",
+    "EmbeddingRequestOutput": "client.llm_outputs",
     "EncodeRequest": "types.pooling",
     "Engine": "client.engine",
+    "EngineArgs": "client.llm_inputs",
     "EngineClient": "client.interface",
     "EngineConfig": "config.engine",
     "FinishReason": "types.output",
     "GenerateRequest": "types.request",
+    "LLMEngine": "client.llm_engine",
+    "LoRARequest": "client.llm_inputs",
     "PoolingOutput": "types.pooling",
     "PoolingParams": "types.pooling",
+    "PoolingRequestOutput": "client.llm_outputs",
     "RequestOutput": "types.output",
     "RequestOutputKind": "types.params",
     "SamplingParams": "types.params",
+    "ScoringRequestOutput": "client.llm_outputs",
+    "StructuredOutputsParams": "types.structured",
     "TextPairPrompt": "types.pooling",
     "TextPrompt": "types.request",
     "TokensPrompt": "types.request",

@@ -30,6 +30,7 @@ THREAD_HOMES = {
 SIGNAL_HOMES = {
     "trioengine/cli/process.py": "commands own their process",
     "trioengine/cli/chat.py": "Ctrl-C stops an answer",
+    "trioengine/client/interrupts.py": "Ctrl-C waits, during blocking calls, until it can be handed to its owner",
     "trioengine/runtime/core_process.py": "a core leaves Ctrl-C to its parent",
     "trioengine/testing/scripted_core.py": "a core that hears no signal but the last",
 }

@@ -8,7 +8,7 @@ import zmq
 
 from trioengine.transport.address import Endpoint
 from trioengine.transport.interface import CORE_SEND_HIGH_WATER_MARK
-from trioengine.transport.zmq_blocking import BlockingSocket
+from trioengine.transport.zmq_blocking import BlockingRouter, BlockingSocket
 from trioengine.transport.zmq_trio import TrioSocket
 
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -57,6 +57,17 @@ def bind_router(endpoint: Endpoint) -> BoundRouter:
     Raises:
         zmq.ZMQError: the address cannot be bound.
     """
+    socket, context, endpoint = _bind(endpoint)
+    return BoundRouter(TrioSocket(socket, owned_context=context), endpoint)
+
+
+def bind_blocking_router(endpoint: Endpoint) -> tuple[BlockingRouter, Endpoint]:
+    """As `bind_router`, for a front end without an event loop: its socket, and where it is reached."""
+    socket, context, endpoint = _bind(endpoint)
+    return BlockingRouter(socket, owned_context=context), endpoint
+
+
+def _bind(endpoint: Endpoint) -> tuple[zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]], Endpoint]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     try:
@@ -71,8 +82,7 @@ def bind_router(endpoint: Endpoint) -> BoundRouter:
         socket.bind(endpoint.address)
         bound_at = socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(bound_at, bytes)
-        endpoint = attrs.evolve(endpoint, address=bound_at.rstrip(b"\0").decode())
-        return BoundRouter(TrioSocket(socket, owned_context=context), endpoint)
+        return socket, context, attrs.evolve(endpoint, address=bound_at.rstrip(b"\0").decode())
     except BaseException:
         context.destroy(linger=0)
         raise

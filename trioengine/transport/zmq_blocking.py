@@ -1,4 +1,4 @@
-"""The engine core's end: a ZeroMQ socket that never blocks, and `poll`, the one place where a core waits.
+"""ZeroMQ without an event loop: sockets that never block, and `poll`, the one place where a core waits.
 
 Knows no event loop, and nothing of what the messages mean.
 """
@@ -61,6 +61,42 @@ class BlockingSocket:
         self._monitor.close(linger=0)
         self._socket.close(linger=math.ceil(linger_s * 1000))
         if self._owned_context is not None:
+            self._owned_context.term()
+
+
+class BlockingRouter:
+    """The ROUTER of a front end without an event loop. Not for use from two threads at once."""
+
+    def __init__(self, zmq_socket: zmq.Socket[bytes], *, owned_context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Take over the socket, and the context, which holds no other."""
+        self._socket = zmq_socket
+        self._owned_context = owned_context
+
+    @property
+    def zmq_socket(self) -> zmq.Socket[bytes]:
+        """The socket itself, for whoever waits for messages."""
+        return self._socket
+
+    def drain(self, max_messages: int = MAX_READY_MESSAGES) -> list[list[bytes]]:
+        """As `BlockingSocket.drain`. The first part of each is the identity of the core."""
+        messages: list[list[bytes]] = []
+        while len(messages) < max_messages and (parts := frames.try_receive(self._socket)) is not None:
+            messages.append(parts)
+        return messages
+
+    def send(self, parts: Sequence[bytes]) -> None:
+        """Send to the core named by the first part, without waiting: the queue towards a core has no bound.
+
+        Raises:
+            PeerUnreachableError: no such core is connected. Nothing was sent.
+        """
+        is_sent = frames.try_send(self._socket, parts)
+        assert is_sent, "SNDHWM is 0"
+
+    def close(self) -> None:
+        """Close at once; unsent messages are dropped. May be called again."""
+        if not self._socket.closed:
+            self._socket.close(linger=0)
             self._owned_context.term()
 
 

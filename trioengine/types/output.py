@@ -1,6 +1,7 @@
 """What a caller receives: `RequestOutput`."""
 
 import enum
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -28,15 +29,32 @@ class Logprob:
     token_bytes: bytes
     """The token's own bytes, which may be a part of a character."""
 
+    @property
+    def decoded_token(self) -> str:
+        """The token's text; what is no whole character is U+FFFD."""
+        return self.token_bytes.decode("utf-8", "replace")
+
 
 @attrs.frozen
-class PositionLogprobs:
-    """Log probabilities at one place of prompt or answer."""
+class PositionLogprobs(Mapping[int, Logprob]):
+    """Log probabilities at one place of prompt or answer; as a mapping, by token id, the chosen one first."""
 
     chosen: Logprob
     """Of the token that stands there."""
     top: tuple[Logprob, ...]
     """The most likely tokens, as many as were asked for, the most likely first. The chosen one may be among them."""
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        for each in (self.chosen, *self.top):
+            if each.token_id == token_id:
+                return each
+        raise KeyError(token_id)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(dict.fromkeys(each.token_id for each in (self.chosen, *self.top)))
+
+    def __len__(self) -> int:
+        return len({each.token_id for each in (self.chosen, *self.top)})
 
 
 @attrs.frozen

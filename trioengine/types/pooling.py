@@ -6,6 +6,7 @@ Names are vLLM's. Rules that need the model are checked by `PoolingFacts.complet
 import enum
 from collections.abc import Mapping
 from types import NoneType
+from typing import cast
 
 import attrs
 import numpy as np
@@ -38,6 +39,11 @@ class PoolingType(enum.StrEnum):
     """The first token's."""
 
 
+def _task(task: PoolingTask | str) -> PoolingTask:
+    """A task that is named; what is none is left to `validate`."""
+    return PoolingTask(task) if task in list(PoolingTask) else cast(PoolingTask, task)
+
+
 _EMBEDDING_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 
 
@@ -45,7 +51,8 @@ _EMBEDDING_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 class PoolingParams:
     """What a request wants of its hidden states. None is what the model says."""
 
-    task: PoolingTask = PoolingTask.EMBED
+    task: PoolingTask = attrs.field(default=PoolingTask.EMBED, converter=_task)
+    """Also by its name."""
     pooling_type: PoolingType | None = None
     """For `EMBED`."""
     dimensions: int | None = None

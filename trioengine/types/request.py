@@ -17,14 +17,14 @@ ChatMessage: TypeAlias = Mapping[str, object]
 class TextPrompt:
     """A text to continue, as it is: no chat template. Special tokens in it are plain text."""
 
-    text: str
+    text: str = attrs.field(alias="prompt")
 
 
 @attrs.frozen
 class TokensPrompt:
     """Token ids to continue."""
 
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] = attrs.field(alias="prompt_token_ids")
     prompt_text: str | None = None
     """The text that they are of, where it was rendered elsewhere; for logs and outputs only."""
 
