@@ -6,6 +6,8 @@
 - A head that is too large is refused with 431 however it arrives: h11 counts only what it holds of an unfinished one.
 - While the server drains, responses say `connection: close`.
 - A refused WebSocket upgrade ends the connection.
+- The head of an answer of known length is one write with its body; a part of a stream goes by h11, which would only
+  frame it.
 """
 
 from collections.abc import Awaitable, Callable
