@@ -49,6 +49,13 @@ def error_body(error: Exception) -> bytes:
     return _body(_public_message(error), known.error_type, param, known.code)
 
 
+def at_path(error: TrioEngineError, path: str) -> TrioEngineError:
+    """The same error, of this place in the body: the engine knows one prompt only, and calls it `prompt`."""
+    if isinstance(error, RequestError) and error.param is not None and error.param.startswith("prompt"):
+        return attrs.evolve(error, param=path + error.param.removeprefix("prompt"))
+    return error
+
+
 def status_reply(status: int, message: str) -> ErrorReply:
     """The answer for an HTTP status that no exception of TrioEngine's stands for."""
     is_clients_fault = 400 <= status < 500

@@ -16,8 +16,9 @@ import trio
 from quart.wrappers.response import ResponseBody
 
 from trioengine.client.interface import OutputStream
-from trioengine.errors import EngineGenerateError, TrioEngineError
+from trioengine.errors import EngineGenerateError, RequestError, TrioEngineError
 from trioengine.openai.completion_stream import CompletionEvents
+from trioengine.openai.errors import at_path
 from trioengine.openai.sse import PING, EventStream
 from trioengine.server.open_requests import OpenRequest
 from trioengine.types.output import RequestOutput
@@ -159,9 +160,10 @@ class StreamBody(ResponseBody):
 class RequestBatch:
     """Several requests that are entered and left as one."""
 
-    def __init__(self, streams: Sequence[OutputStream]) -> None:
-        """Enter these, in their order."""
+    def __init__(self, streams: Sequence[OutputStream], paths: Sequence[str] = ("prompt",)) -> None:
+        """Enter these, in their order. `paths` are their prompts' places in the request's body."""
         self.streams = streams
+        self._paths = paths
         self._entered: list[OutputStream] = []
 
     @property
@@ -181,8 +183,11 @@ class RequestBatch:
             RequestError: as the first that cannot be entered raises.
         """
         try:
-            for stream in self.streams:
-                await stream.__aenter__()
+            for stream, path in zip(self.streams, self._paths, strict=True):
+                try:
+                    await stream.__aenter__()
+                except RequestError as error:
+                    raise at_path(error, path) from None
                 self._entered.append(stream)
         except BaseException:
             await self.__aexit__(None, None, None)

@@ -8,14 +8,14 @@ import trio
 from quart import Response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trioengine.errors import EngineGenerateError, RequestError
+from trioengine.errors import EngineGenerateError
 from trioengine.server.app import create_app
 from trioengine.server.stream_body import PING_INTERVAL_S
 from trioengine.testing.fake_engine import FakeEngine, FakeOutputStream, ScriptedReply
 from trioengine.testing.fake_vectors import FakeVectorEngine
 from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import open_scripted_engine
-from trioengine.types.request import GenerateRequest, TextPrompt, TokensPrompt
+from trioengine.types.request import GenerateRequest, TextPrompt
 
 PATH = "/v1/completions"
 
@@ -81,17 +81,12 @@ async def test_several_prompts_are_answered_in_their_order() -> None:
 async def test_one_prompt_that_is_wrong_ends_all(stream: bool) -> None:
     """Before any byte of a stream, and nothing is left of the others."""
 
-    class Picky(EchoEngine):
-        def generate(self, request: GenerateRequest) -> FakeOutputStream:
-            if request.prompt == TokensPrompt([5]):
-                self.enter_error = RequestError("no", param="prompt")
-            return super().generate(request)
-
-    engine = Picky()
-    with trio.fail_after(5):
-        response = await post(engine, {"prompt": [[1], [5], [2]], "stream": stream})
+    async with open_scripted_engine(Script(pace_s=1.0)) as scripted:
+        with trio.fail_after(5):
+            response = await post(scripted.engine, {"prompt": [[1], [2, 50_000_000], [2]], "stream": stream})
+        assert scripted.engine.num_open_requests == 0
     assert response.status_code == 400
-    assert not engine.live
+    assert json.loads(await response.get_data())["error"]["param"] == "prompt[1][1]"
 
 
 async def test_one_prompt_that_fails_later_ends_the_stream() -> None:

@@ -33,6 +33,7 @@ from trioengine.openai.encode_reply import (
     rerank_reply,
     score_parts,
 )
+from trioengine.openai.errors import at_path
 from trioengine.server.open_requests import OpenRequest
 from trioengine.server.replies import json_response
 from trioengine.server.routes.context import ServerContext, request_head
@@ -159,7 +160,7 @@ class _Batch(Generic[B]):
                     num_workers -= 1
                     return
                 except TrioEngineError as error:
-                    errors.append(_at_path(error, path))
+                    errors.append(at_path(error, path))
                     scope.cancel()
                     return
                 outputs[index] = output
@@ -231,10 +232,3 @@ def _facts(context: ServerContext) -> PoolingFacts:
     if facts is None:
         raise RequestError("This model gives no vectors.", param="model")
     return facts
-
-
-def _at_path(error: TrioEngineError, path: str) -> TrioEngineError:
-    """The same error, of this place in the body: the engine knows one prompt only."""
-    if isinstance(error, RequestError) and error.param is not None and error.param.startswith("prompt"):
-        return attrs.evolve(error, param=path + error.param.removeprefix("prompt"))
-    return error

@@ -14,6 +14,7 @@ from trioengine.openai.chat_translate import ChatPlan, chat_to_generate
 from trioengine.openai.completion_protocol import CompletionRequest, parse_completion_request
 from trioengine.openai.completion_stream import CompletionEvents, CompletionForm, completion_reply
 from trioengine.openai.completion_translate import completion_to_generate
+from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import CONTENT_TYPE, EventStream, ReplyHead
 from trioengine.openai.translate import with_generation_defaults
@@ -66,15 +67,15 @@ async def completions(context: ServerContext) -> Response:
     context.engine.check_admission(body.sampling.n * len(generate_requests))
     generate_requests = [head.apply(generate_request, lora) for generate_request in generate_requests]
     form = _completion_form(context, body)
-    if len(generate_requests) == 1 and body.stream:
+    num_prompts = len(generate_requests)
+    if num_prompts == 1 and body.stream:
         return await stream_one(context, body, generate_requests[0], CompletionEvents.of(reply_head, form))
-    if len(generate_requests) == 1:
-        return await whole_one(
-            context, body, generate_requests[0], lambda output: completion_reply(reply_head, form, [output])
-        )
-    batch = RequestBatch([context.engine.generate(generate_request) for generate_request in generate_requests])
+    batch = RequestBatch(
+        [context.engine.generate(generate_request) for generate_request in generate_requests],
+        ["prompt"] if num_prompts == 1 else [field_path("prompt", index) for index in range(num_prompts)],
+    )
     if body.stream:
-        events = [CompletionEvents.of(reply_head, form, index) for index in range(len(generate_requests))]
+        events = [CompletionEvents.of(reply_head, form, index) for index in range(num_prompts)]
         return await _stream_batch(context, body, batch, events, head.id)
     return await _whole_batch(
         context, body, batch, lambda outputs: completion_reply(reply_head, form, outputs), head.id
