@@ -299,3 +299,21 @@ async def test_a_prompt_that_is_too_long_tells_both_numbers() -> None:
     assert error["code"] == "context_length_exceeded"
     assert str(length + 5) in error["message"]
     assert str(length) in error["message"]
+
+
+@pytest.mark.parametrize("num_checkpoints", range(0, 120, 8))
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_cancel_at_any_checkpoint_leaves_none_of_several(num_checkpoints: int, stream: bool) -> None:
+    """Cases 1 (vllm 57061) and 3: while some are entered, while they run, while the last one ends."""
+    engine = EchoEngine()
+
+    async def ask() -> None:
+        response = await post(engine, {"prompt": ["abc", "de", "f"], "stream": stream})
+        await response.get_data()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        for _ in range(num_checkpoints):
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    assert not engine.live
