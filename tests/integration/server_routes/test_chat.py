@@ -25,7 +25,7 @@ HERMES = ServerConfig(tool_call_parser="hermes")  # pyright: ignore[reportArgume
 CALL = ("Let me ", "add.\n<tool", '_call>{"name": "add", "argu', 'ments": {"a"', ": 1}}</tool_call>")
 
 
-async def post(engine: FakeEngine, config: ServerConfig | None = None, **fields: object) -> Response:
+async def post(engine: FakeEngine, config: ServerConfig | None = None, **fields: Any) -> Response:
     client = create_app(engine, config).test_client()
     return await client.post("/v1/chat/completions", json={**CHAT, **fields})
 
@@ -105,8 +105,8 @@ async def test_log_probabilities_are_openais() -> None:
         ],
     }
     chunks = await chunks_of(await post(FakeEngine(), logprobs=True, top_logprobs=2, stream=True))
-    streamed = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
-    assert streamed == content
+    entries: list[Any] = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum((entry["content"] for entry in entries if entry is not None), []) == content
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -115,11 +115,12 @@ async def test_a_schema_that_cannot_be_kept_is_a_400_with_its_path(stream: bool)
     schema = {"type": "object", "properties": {"a": {"pattern": "(?=x)"}}}
     response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     function = {"name": "f", "parameters": schema, "strict": True}
-    for fields, param in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"response_format": response_format}, "response_format.json_schema.schema"),
         ({"tools": [{"type": "function", "function": function}]}, "tools[0].function.parameters"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
-    ):
+    ]
+    for fields, param in cases:
         engine = FakeEngine()
         response = await post(engine, stream=stream, **fields)
         error = (await response.get_json())["error"]
@@ -180,7 +181,7 @@ async def test_the_authors_defaults_are_the_servers_choice() -> None:
 async def test_the_prompt_may_end_with_the_start_of_the_answer() -> None:
     """`continue_final_message`."""
     engine = FakeEngine()
-    messages = [*CHAT["messages"], {"role": "assistant", "content": "The an"}]  # pyright: ignore[reportGeneralTypeIssues]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The an"}]
     await post(engine, messages=messages, continue_final_message=True)
     prompt = engine.requests[0].prompt
     assert isinstance(prompt, ChatPrompt)

@@ -178,3 +178,29 @@ def test_ids_are_as_the_models_prompts_have_them() -> None:
     mistral = TOOL_MARKUPS[ToolCallParser.MISTRAL].new_id()
     assert len(mistral) == 9
     assert mistral.isalnum()
+
+
+def test_references_of_a_schema_lead_into_itself(compiler: MatcherCompiler, tokenizer: Tokenizer) -> None:
+    """Also where it stands inside a schema that a markup makes of it."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "value": {"$ref": "#/$defs/number"},
+            "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        },
+        "required": ["value", "next"],
+        "additionalProperties": False,
+        "$defs": {"number": {"type": "integer"}},
+    }
+    function = BoundFunction("f", schema, True, "tools[0].function.parameters")
+    params = TOOL_MARKUPS[ToolCallParser.JSON].form([function], CallRules(must_call=True, is_parallel=True))
+    matcher = compiler.compile(params)
+
+    def allows(arguments: str) -> bool:
+        text = f'[{{"name": "f", "arguments": {arguments}}}]'
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.deep_copy().try_consume_tokens(token_ids) == len(token_ids)
+
+    assert allows('{"value": 1, "next": {"value": 2, "next": null}}')
+    assert not allows('{"value": "x", "next": null}')
+    assert not allows('{"value": 1, "next": {"value": "x", "next": null}}')

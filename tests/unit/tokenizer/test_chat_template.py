@@ -257,8 +257,9 @@ def test_what_cannot_be_continued_is_refused(
     tokenizer: Tokenizer, message: dict[str, object], options: dict[str, Any]
 ) -> None:
     """No text, or none that the template shows."""
+    base: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     with pytest.raises(RequestError) as caught:
-        render_chat(tokenizer, [message], **{"add_generation_prompt": False, "continue_final_message": True} | options)
+        render_chat(tokenizer, [message], **base | options)
     assert caught.value.param == "continue_final_message"
 
 
