@@ -434,7 +434,7 @@ async def test_cores_elsewhere_connect_with_the_keys_and_end_with_the_engine(tmp
 async def test_a_core_elsewhere_that_vanishes_is_the_death_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And when the engine goes without a word, the core ends."""
+    """Within a heartbeat: the connection is gone."""
     monkeypatch.setattr("trioengine.client.link.HEARTBEAT_INTERVAL_S", 0.05)
     write_fake_model(tmp_path / "model")
     port, key_file = free_port(), tmp_path / "keys"
