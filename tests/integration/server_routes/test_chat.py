@@ -107,7 +107,9 @@ async def test_log_probabilities_are_openais() -> None:
     chunks = await chunks_of(await post(FakeEngine(), logprobs=True, top_logprobs=2, stream=True))
     streamed: list[Any] = []
     for chunk in chunks:
-        streamed += (chunk["choices"][0]["logprobs"] or {}).get("content", [])
+        logprobs: Any = chunk["choices"][0]["logprobs"]
+        if logprobs is not None:
+            streamed += logprobs["content"]
     assert streamed == content
 
 
