@@ -312,7 +312,7 @@ class GetStats(Call[CoreStats]):
     @classmethod
     def combine(cls, replies: Sequence[CoreStats]) -> CoreStats:
         """The sums, and the mean usage."""
-        sums = {
+        sums: dict[str, Any] = {
             field.name: sum(getattr(reply, field.name) for reply in replies)
             for field in attrs.fields(CoreStats)
             if field.name != "num_accepted_tokens_per_pos"
