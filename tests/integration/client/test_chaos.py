@@ -1,0 +1,433 @@
+"""Chaos: cores and clients are killed, stopped, stalled and flooded at random; every promise about lifetimes is kept.
+
+A seed makes a plan, and the plan is printed when a run fails: `run_chaos(plan_of(SEED))` runs it again. Traffic goes on
+meanwhile (`testing.chaos`). `python -P tests/integration/client/test_chaos.py FIRST LAST` tries a range of seeds.
+"""
+
+import base64
+import enum
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import psutil
+import pytest
+import trio
+
+from trioengine.client.cores import Attachment, Cores, start_cores
+from trioengine.client.engine import Engine, attach_engine, open_engine
+from trioengine.config.engine import EngineConfig
+from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
+from trioengine.runtime import status_page
+from trioengine.testing import chaos, fake_core
+from trioengine.testing.chaos import Traffic
+from trioengine.testing.fake_tokenizer import write_fake_model
+from trioengine.types.messages import GetLoad
+from trioengine.types.params import SamplingParams
+from trioengine.types.request import GenerateRequest
+
+RUN_TIMEOUT_S = 60
+END_TIMEOUT_S = 15
+"""In which everything that was asked for ends, once no more is asked for."""
+DEATH_TIMEOUT_S = 5
+"""In which all hear of the death of a core."""
+SHORT_TICK_AGE_S = 0.6
+"""`MAX_TICK_AGE_S` while a core is stopped."""
+QUICK_SEEDS = (1, 2, 4)
+SLOW_SEEDS = tuple(range(100, 112))
+
+
+class Act(enum.StrEnum):
+    """What happens to cores and clients."""
+
+    REST = "rest"
+    STOP_CORE = "stop a core"
+    """Shorter than anyone may notice."""
+    HANG_CORE = "stop a core until it is unhealthy"
+    STALL_CLIENT = "block a client's event loop"
+    STOP_CLIENT = "stop the client process"
+    FLOOD = "flood"
+    GARBAGE = "send garbage to a core"
+    ABORT_ALL = "abort all of a client's requests"
+
+
+class End(enum.StrEnum):
+    """How it ends."""
+
+    DRAIN = "what was begun ends"
+    CANCEL = "all tasks are cancelled"
+    KILL_CORE = "a core is killed"
+    KILL_STOPPED_CORE = "a core that is stopped is killed"
+    KILL_CLIENT = "the client process is killed"
+    CLOSE = "the block is left while tasks go on"
+
+
+@attrs.frozen
+class Plan:
+    """A run, drawn from a seed."""
+
+    seed: int
+    num_cores: int
+    num_clients: int
+    """In this process; 0 is `open_engine`."""
+    has_client_process: bool
+    core_options: dict[str, str]
+    has_aborting_pauses: bool
+    acts: tuple[tuple[Act, int, float], ...]
+    """What, to whom (a number, of those that there are), and for how many seconds."""
+    end: End
+    victim: int
+
+
+def plan_of(seed: int) -> Plan:
+    """The plan of this seed."""
+    chance = random.Random(seed)
+    num_clients = chance.choice((0, 2))
+    has_client_process = num_clients > 0 and chance.random() < 0.6
+    ends = [end for end in End if has_client_process or end is not End.KILL_CLIENT]
+    core_options = {"pace_s": chance.choice(("0", "0.001", "0.005")), "embeds": "yes"}
+    if chance.random() < 0.5:
+        core_options["num_blocks"] = "96"
+    if chance.random() < 0.5:
+        core_options["async_scheduling"] = "yes"
+    # Of the longest, one at most: it takes half a second.
+    acts = [(chance.choice(list(Act)), chance.randrange(100), chance.choice((0.01, 0.05, 0.15))) for _ in range(5)]
+    hangs = [number for number, (act, _, _) in enumerate(acts) if act is Act.HANG_CORE]
+    for number in hangs[1:]:
+        acts[number] = (Act.STOP_CORE, *acts[number][1:])
+    return Plan(
+        seed,
+        chance.choice((1, 2)),
+        num_clients,
+        has_client_process,
+        core_options,
+        chance.random() < 0.25,
+        tuple(acts),
+        chance.choice(ends),
+        chance.randrange(100),
+    )
+
+
+@attrs.define(eq=False)
+class Scene:
+    """What a plan is played on."""
+
+    engines: list[Engine]
+    cores: Cores | None
+    core_pids: list[int]
+    client: trio.Process | None = None
+
+    def check_health(self) -> None:
+        """All clients agree that all is well."""
+        for engine in self.engines:
+            engine.check_health()
+        if self.cores is not None:
+            self.cores.check_health()
+
+
+@asynccontextmanager
+async def open_scene(plan: Plan, model: str) -> AsyncGenerator[Scene, None]:
+    """Cores, and clients of them."""
+    config = EngineConfig(model=model, data_parallel_size=plan.num_cores, max_num_queued_reqs=150)
+    cores_of: dict[str, Any] = {"core_module": fake_core.MODULE, "core_options": plan.core_options}
+    async with AsyncExitStack() as stack:
+        cores = None
+        client = None
+        if not plan.num_clients:
+            engines = [await stack.enter_async_context(open_engine(config, **cores_of))]
+            handles: Any = engines[0]._link._cores
+        else:
+            num_clients = plan.num_clients + plan.has_client_process
+            cores = await stack.enter_async_context(start_cores(config, num_clients=num_clients, **cores_of))
+            handles = cores.link._cores
+            if plan.has_client_process:
+                client = await _start_client(plan, cores.attachments[-1])
+                stack.callback(_end_client, client)
+            engines = [
+                await stack.enter_async_context(attach_engine(attachment))
+                for attachment in cores.attachments[: plan.num_clients]
+            ]
+            await cores.wait_ready()
+            if client is not None:
+                assert client.stdout is not None
+                assert await client.stdout.receive_some() == b"started\n", await _errors_of(client)
+        yield Scene(engines, cores, [handle.pid for handle in handles], client)
+
+
+async def _start_client(plan: Plan, attachment: Attachment) -> trio.Process:
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-P", "-m", chaos.MODULE, f"{plan.seed}-process", "yes" * plan.has_aborting_pauses],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=attachment.fds,
+    )
+    assert process.stdin is not None
+    await process.stdin.send_all(base64.b64encode(attachment.to_bytes()) + b"\n")
+    return process
+
+
+async def _errors_of(process: trio.Process) -> str:
+    """What it wrote, until it has exited."""
+    assert process.stderr is not None
+    return b"".join([data async for data in process.stderr]).decode()
+
+
+def _end_client(process: trio.Process) -> None:
+    if process.poll() is None:
+        process.kill()
+        process._proc.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+async def run_chaos(plan: Plan, model: str) -> list[Traffic]:
+    """Play a plan. Raises AssertionError, or is cancelled, where a promise is not kept."""
+    chance = random.Random(f"{plan.seed}-acts")
+    death = "was killed by SIGKILL|has exited"
+    excused: list[str] = []
+    """Parts of messages of `EngineDeadError` that have a reason to come now."""
+
+    def is_excused(error: Exception) -> bool:
+        if isinstance(error, EngineClosedError):
+            return "closed" in excused
+        return isinstance(error, EngineDeadError) and any(part in str(error) for part in excused)
+
+    traffics: list[Traffic] = []
+    async with trio.open_nursery() as workers, open_scene(plan, model) as scene:
+        traffics = [
+            Traffic(
+                engine,
+                f"{plan.seed}-{number}",
+                has_aborting_pauses=plan.has_aborting_pauses or any(act is Act.ABORT_ALL for act, _, _ in plan.acts),
+                is_excused=is_excused,
+            )
+            for number, engine in enumerate(scene.engines)
+        ]
+        scopes = [trio.CancelScope() for _ in traffics]
+        workers_over = [trio.Event() for _ in traffics]
+        for each in zip(traffics, scopes, workers_over, strict=True):
+            workers.start_soon(_run_traffic, *each)
+        for act, target, duration_s in plan.acts:
+            await _act(scene, traffics, chance, act, target, duration_s, excused)
+            if "no sign of life" in excused and act is not Act.HANG_CORE:
+                excused.clear()
+        victim = scene.core_pids[plan.victim % len(scene.core_pids)]
+        kills = plan.end in (End.KILL_CORE, End.KILL_STOPPED_CORE)
+        match plan.end:
+            case End.KILL_STOPPED_CORE:
+                os.kill(victim, signal.SIGSTOP)
+                await trio.sleep(0.02)
+            case End.KILL_CLIENT if scene.client is not None:
+                scene.client.kill()
+            case _:
+                pass
+        if kills:
+            excused.extend(death.split("|"))
+            os.kill(victim, signal.SIGKILL)
+            with trio.fail_after(DEATH_TIMEOUT_S):
+                await _all_hear_of(scene)
+        if plan.end is End.CLOSE:
+            excused.extend(("closed", *death.split("|")))
+        else:
+            if plan.end is End.CANCEL:
+                for scope in scopes:
+                    scope.cancel()
+            await _end_workers(traffics, workers_over)
+        if not kills and plan.end is not End.CLOSE:
+            with trio.fail_after(END_TIMEOUT_S):
+                await _check_all_is_well(plan, scene, traffics)
+        for traffic in traffics:
+            traffic.is_stopping = True
+    return traffics
+
+
+async def _run_traffic(traffic: Traffic, scope: trio.CancelScope, over: trio.Event) -> None:
+    with scope:
+        await traffic.run()
+    over.set()
+
+
+async def _end_workers(traffics: Sequence[Traffic], over: Sequence[trio.Event]) -> None:
+    for traffic in traffics:
+        traffic.is_stopping = True
+    with trio.move_on_after(END_TIMEOUT_S) as scope:
+        for each in over:
+            await each.wait()
+    assert not scope.cancelled_caught, [traffic.in_progress for traffic in traffics]
+
+
+async def _act(
+    scene: Scene,
+    traffics: Sequence[Traffic],
+    chance: random.Random,
+    act: Act,
+    target: int,
+    duration_s: float,
+    excused: list[str],
+) -> None:
+    core = scene.core_pids[target % len(scene.core_pids)]
+    traffic = traffics[target % len(traffics)]
+    match act:
+        case Act.REST:
+            await trio.sleep(duration_s)
+        case Act.STOP_CORE:
+            os.kill(core, signal.SIGSTOP)
+            await trio.sleep(duration_s)
+            os.kill(core, signal.SIGCONT)
+        case Act.HANG_CORE:
+            excused.append("no sign of life")
+            os.kill(core, signal.SIGSTOP)
+            # Short only while the core cannot tick, so that no slow machine is taken for a stopped core.
+            normal, status_page.MAX_TICK_AGE_S = status_page.MAX_TICK_AGE_S, SHORT_TICK_AGE_S
+            try:
+                with trio.fail_after(DEATH_TIMEOUT_S):
+                    await _until(lambda: all(not _is_well(engine.check_health) for engine in scene.engines))
+                for engine in scene.engines:
+                    assert engine.is_running, "a core that is stopped is not dead"
+            finally:
+                os.kill(core, signal.SIGCONT)
+                status_page.MAX_TICK_AGE_S = normal
+            with trio.fail_after(DEATH_TIMEOUT_S):
+                await _until(lambda: _is_well(scene.check_health))
+        case Act.STALL_CLIENT:
+            chaos.stall(duration_s)
+        case Act.STOP_CLIENT:
+            if scene.client is not None:
+                scene.client.send_signal(signal.SIGSTOP)
+            await trio.sleep(duration_s)
+            if scene.client is not None:
+                scene.client.send_signal(signal.SIGCONT)
+        case Act.FLOOD:
+            with trio.move_on_after(duration_s * 4):
+                await traffic.flood(chance, 200)
+        case Act.GARBAGE:
+            link: Any = traffic.engine._link
+            for parts in ((b"garbage",), (b"",), (b"\xc1",), (b"a", b"b")):
+                link._socket.send_nowait((link._identities[target % len(scene.core_pids)], *parts))
+        case Act.ABORT_ALL:
+            traffic.engine.abort_all()
+
+
+async def _all_hear_of(scene: Scene) -> None:
+    """Of the death of a core: health, later requests, later calls; with the cause."""
+    await _until(lambda: not any(_is_well(engine.check_health) for engine in scene.engines))
+    await _until(lambda: all(engine.errored for engine in scene.engines))
+    for engine in scene.engines:
+        for ask in (lambda: engine.call(GetLoad()), lambda: _first_of(engine)):  # noqa: B023
+            with pytest.raises(EngineDeadError, match="was killed by SIGKILL|has exited"):
+                await ask()
+    if scene.cores is not None:
+        cores = scene.cores
+        await _until(lambda: cores.dead_error is not None)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            cores.check_health()
+
+
+async def _first_of(engine: Engine) -> None:
+    async with engine.generate(GenerateRequest([1], SamplingParams(max_tokens=1))) as stream:
+        await anext(stream)
+
+
+async def _check_all_is_well(plan: Plan, scene: Scene, traffics: Sequence[Traffic]) -> None:
+    """After everybody has left."""
+    scene.check_health()
+    await traffics[0].engine.resume_generation()  # A pause that a client left behind is felt by all.
+    if scene.client is not None:
+        assert scene.client.stdin is not None
+        await scene.client.stdin.aclose()
+        status = await scene.client.wait()
+        if plan.end is not End.KILL_CLIENT:
+            assert status == 0, await _errors_of(scene.client)
+        await traffics[0].engine.resume_generation()
+        await _until_idle(traffics[0])
+    for traffic in traffics:
+        await traffic.check_idle()
+        await traffic.check_answers()
+        await traffic.check_books()
+
+
+async def _until_idle(traffic: Traffic) -> None:
+    """What a process has left behind is found by the system, and then by the core."""
+    while (load := await traffic.engine.call(GetLoad())).running or load.waiting:  # noqa: ASYNC110 (nobody tells)
+        await trio.sleep(0.005)
+
+
+def _is_well(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except TrioEngineError:
+        return False
+    return True
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (nobody tells)
+        await trio.sleep(0.005)
+
+
+async def play(seed: int, model: str) -> None:
+    """Play a seed's plan, and look at what is left of it."""
+    plan = plan_of(seed)
+    try:
+        with trio.fail_after(RUN_TIMEOUT_S):
+            traffics = await run_chaos(plan, model)
+        faults = [fault for traffic in traffics for fault in traffic.faults]
+        assert not faults, faults
+        assert sum(sum(traffic.counts.values()) for traffic in traffics) > 0
+        assert psutil.Process().children(recursive=True) == []
+        assert os.listdir(os.environ["XDG_RUNTIME_DIR"]) == []
+        assert all(thread.name == "MainThread" or "Trio" in thread.name for thread in threading.enumerate())
+    except BaseException:
+        print(f"\nChaos failed: {plan}", file=sys.stderr)
+        raise
+
+
+async def play_all(seeds: Sequence[int], model: str) -> None:
+    """One after the other in one process, which gets back what each has taken."""
+    await play(seeds[0], model)  # What Python and libraries keep for good is there now.
+    num_fds = psutil.Process().num_fds()
+    for seed in seeds[1:]:
+        await play(seed, model)
+        assert psutil.Process().num_fds() <= num_fds, plan_of(seed)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model's folder, and a folder of its own for sockets."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return str(write_fake_model(tmp_path / "model"))
+
+
+async def test_chaos(model: str) -> None:
+    """A few seeds."""
+    await play_all(QUICK_SEEDS, model)
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.slow
+async def test_more_chaos(model: str) -> None:
+    """More of them."""
+    await play_all(SLOW_SEEDS, model)
+    assert psutil.Process().children(recursive=True) == []
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_RUNTIME_DIR"] = str(Path(folder, "run"))
+        os.mkdir(os.environ["XDG_RUNTIME_DIR"], 0o700)
+        for each in range(int(sys.argv[1]), int(sys.argv[2])):
+            print(each, plan_of(each).end, file=sys.stderr)
+            trio.run(play, each, str(write_fake_model(Path(folder, str(each)))))
