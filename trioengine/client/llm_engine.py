@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import attrs
@@ -274,8 +274,13 @@ class LLMEngine:
             self._send(added)
         return processed.external_id
 
-    def step(self) -> list[RequestOutput | PoolingRequestOutput]:
+    def step(
+        self, on_error: Callable[[str, TrioEngineError], None] | None = None
+    ) -> list[RequestOutput | PoolingRequestOutput]:
         """Let the core compute, and return what is new. May wait a second for something to come, and return nothing.
+
+        Args:
+            on_error: called with the id of a request that has failed, and why. None raises that.
 
         Raises:
             TrioEngineError: why one request failed, once; a note names it. The other requests go on.
@@ -287,8 +292,11 @@ class LLMEngine:
                 self._collect()
             self._log_when_due()
         outputs, self._outputs = self._outputs, []
-        if not outputs and self._errors:
-            raise self._errors.popleft()[1]
+        while self._errors and (on_error is not None or not outputs):
+            request_id, error = self._errors.popleft()
+            if on_error is None:
+                raise error
+            on_error(request_id, error)
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
