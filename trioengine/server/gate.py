@@ -214,11 +214,14 @@ class _PassingWebSocket:
         self._send = send
         self._is_accepted_here = False
         self._has_told_of_connect = False
+        self._first: ASGIReceiveEvent | None = None
+        """The message with the key, where it says something else too."""
 
     async def receive_key(self, rules: AccessRules, timeout_s: float) -> bool:
-        """Whether the first message is `{"api_key": KEY}`: a browser's WebSocket cannot send headers. Else closed.
+        """Whether the first message has an `api_key`: a browser's WebSocket cannot send headers. Else closed.
 
-        The WebSocket is accepted for that, so the application's own `websocket.accept` goes nowhere.
+        The WebSocket is accepted for that, so the application's own `websocket.accept` goes nowhere. `{"api_key": KEY}`
+        is for us alone; a message with other fields is for the application too.
         """
         self._is_accepted_here = True
         await self._receive()
@@ -227,8 +230,10 @@ class _PassingWebSocket:
         with trio.move_on_after(timeout_s):
             message = await self._receive()
         if message is not None and message["type"] == "websocket.receive":
-            key = _key_in(message.get("text") or "")
-            if key is not None and rules.is_key(b"Bearer " + key):
+            fields = _object_in(message.get("text") or "")
+            key = fields.get("api_key")
+            if isinstance(key, str) and rules.is_key(b"Bearer " + key.encode("utf-8", "replace")):
+                self._first = message if len(fields) > 1 else None
                 return True
         if message is None or message["type"] != "websocket.disconnect":
             reason = "The first message must be an object with an api_key of this server's."
@@ -249,6 +254,10 @@ class _PassingWebSocket:
             self._has_told_of_connect = True
             await trio.lowlevel.checkpoint()
             return {"type": "websocket.connect"}
+        if self._first is not None:
+            first, self._first = self._first, None
+            await trio.lowlevel.checkpoint()
+            return first
         return await self._receive()
 
     async def send(self, message: ASGISendEvent) -> None:
@@ -268,19 +277,21 @@ class _PassingWebSocket:
                 exchange.is_complete = True
                 exchange.status = exchange.status or 403
             case "websocket.send":
+                texts = cast("Sequence[bytes]", message.get("texts", ()))  # As `websocket.py` takes them.
+                exchange.num_sent_bytes += sum(map(len, texts))
                 exchange.num_sent_bytes += len(message.get("bytes") or message.get("text") or "")
             case _:
                 pass
         await self._send(message)
 
 
-def _key_in(text: str) -> bytes | None:
+def _object_in(text: str) -> dict[str, object]:
+    """The JSON object in a text; an empty one where there is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    key = cast("dict[str, object]", value).get("api_key") if isinstance(value, dict) else None
-    return key.encode("utf-8", "replace") if isinstance(key, str) else None
+        return {}
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
 def _request_id(headers: Iterable[Header]) -> str:

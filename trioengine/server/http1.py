@@ -5,23 +5,22 @@
 - HTTP/2 in clear text is refused: an `Upgrade: h2c` is ignored (RFC 9110, 7.8), prior knowledge gets a 505.
 - A head that is too large is refused with 431 however it arrives: h11 counts only what it holds of an unfinished one.
 - While the server drains, responses say `connection: close`.
-- A refused WebSocket upgrade ends the connection.
+- WebSockets are `websocket.py`'s; a refused upgrade ends the connection.
 - The head of an answer of known length is one write with its body; a part of a stream goes by h11, which would only
   frame it.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import h11
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.events import Body, EndBody, Response
+from hypercorn.protocol.events import Body, Data, EndBody, Request, Response
 from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.h11 import H11Protocol, H11WSConnection
-from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
+from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
 from hypercorn.typing import H11SendableEvent
-from wsproto.events import CloseConnection
-from wsproto.frame_protocol import CloseReason
+
+from trioengine.server.websocket import WebSocketStream
 
 _REQUEST_HEADER_FIELDS_TOO_LARGE = 431
 _HTTP_VERSION_NOT_SUPPORTED = 505
@@ -60,11 +59,12 @@ class Http1Protocol(H11Protocol):
     num_paused_bytes: int = 0
     """How much a client has sent beyond the request that is being answered, about: reset by `resume`."""
 
-    def __init__(self, *args: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """`write` sends bytes as they are."""
+    def __init__(self, *args: Any, write: Callable[[bytes], Awaitable[None]], max_message_bytes: int) -> None:
+        """`write` sends bytes as they are. `max_message_bytes` is for WebSockets."""
         super().__init__(*args)
         self.can_read = _PauseByRaising()
         self._write = write
+        self._max_message_bytes = max_message_bytes
         self._is_chunked = False
         self._held_head = b""
 
@@ -106,18 +106,48 @@ class Http1Protocol(H11Protocol):
             # A part of a stream. h11 would write the same, and take longer for it than the kernel does.
             await self._write(b"%x\r\n%b\r\n" % (len(event.data), event.data))
             return
+        if isinstance(event, Data):
+            # Frames of a WebSocket.
+            await self._write(event.data)
+            return
         if isinstance(event, Response) and event.status_code >= 200 and self.context.terminated.is_set():
             event = _with_connection_close(event)
         await super().stream_send(event)
-        if isinstance(event, EndBody) and isinstance(self.stream, WSStream):
+        if isinstance(event, EndBody) and isinstance(self.connection, H11WSConnection):
             await self.send(Closed())
 
     def goodbye(self) -> bytes:
         """The bytes that tell an open WebSocket that the server goes away (1001); else nothing."""
-        if not isinstance(self.stream, WSStream) or self.stream.state is not ASGIWebsocketState.CONNECTED:
-            return b""
-        self.stream.state = ASGIWebsocketState.CLOSED
-        return self.stream.connection.send(CloseConnection(code=CloseReason.GOING_AWAY))
+        return self.stream.goodbye() if isinstance(self.stream, WebSocketStream) else b""
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        if not _asks_for_websocket(request):
+            await super()._create_stream(request)
+            return
+        assert isinstance(self.connection, h11.Connection)
+        stream = WebSocketStream(
+            self.app,
+            self.task_group.spawn,
+            self.stream_send,
+            stream_id=STREAM_ID,
+            is_tls=self.ssl,
+            client=self.client,
+            server=self.server,
+            max_message_bytes=self._max_message_bytes,
+        )
+        self.stream = cast(Any, stream)
+        self.connection = H11WSConnection(self.connection)
+        await stream.handle(
+            Request(
+                stream_id=STREAM_ID,
+                headers=list(request.headers),
+                http_version=request.http_version.decode(),
+                method="GET",
+                raw_path=request.target,
+                state=self.connection_state,
+            )
+        )
+        await self.context.mark_request()
 
     async def _send_h11_event(self, event: H11SendableEvent) -> None:
         try:
@@ -148,6 +178,13 @@ class Http1Protocol(H11Protocol):
     async def _refuse(self, status: int) -> None:
         await self._send_error_response(status)
         await self.send(Closed())
+
+
+def _asks_for_websocket(request: h11.Request) -> bool:
+    headers = {name: value.lower() for name, value in request.headers}  # h11 has made the names lower case.
+    tokens = [token.strip() for token in headers.get(b"connection", b"").split(b",")]
+    is_upgrade = b"upgrade" in tokens and headers.get(b"upgrade", b"").strip() == b"websocket"
+    return is_upgrade and request.method == b"GET"
 
 
 def _with_connection_close(event: Response) -> Response:
