@@ -1,6 +1,7 @@
 """Reads a chat's answer: reasoning, text and tool calls out of one text, streamed or whole alike."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import attrs
 
@@ -10,7 +11,7 @@ from trioengine.openai.chat_settings import ChatSettings
 from trioengine.openai.chat_translate import ChatPlan
 from trioengine.openai.reasoning import ReasoningReader, reasons
 from trioengine.openai.tool_parsers import ToolMarkup
-from trioengine.openai.tool_parsers.base import ArgumentsDelta, CallStart, TextDelta, ToolEvent, ToolParser
+from trioengine.openai.tool_parsers.base import ArgumentsDelta, CallStart, TextDelta, ToolParser
 from trioengine.tokenizer.tokenizer import Tokenizer
 
 
@@ -24,6 +25,16 @@ class CallDelta:
     name: str | None
     """Likewise."""
     arguments: str
+
+
+@attrs.frozen
+class ReasoningDelta:
+    """More of the reasoning."""
+
+    text: str
+
+
+AnswerEvent: TypeAlias = ReasoningDelta | TextDelta | CallDelta
 
 
 @attrs.define
@@ -106,35 +117,48 @@ class AnswerReader:
     def feed(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> AnswerDelta:
         """What is certain after this piece; after the last one, all."""
         delta = AnswerDelta()
+        for event in self.events(text, token_ids, is_last=is_last):
+            match event:
+                case ReasoningDelta(text):
+                    delta.reasoning += text
+                case TextDelta(text):
+                    delta.text += text
+                case CallDelta(index=index, arguments=arguments):
+                    # Arguments belong to the call that was started last, in this delta or before.
+                    if event.id is None and delta.calls and delta.calls[-1].index == index:
+                        delta.calls[-1].arguments += arguments
+                    else:
+                        delta.calls.append(event)
+        return delta
+
+    def events(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> Sequence[AnswerEvent]:
+        """What is certain after this piece, in the order in which the model wrote it."""
+        events: list[AnswerEvent] = []
         if self._reasoning is not None:
             parts = [self._reasoning.feed(text, token_ids)]
             if is_last:
                 parts.append(self._reasoning.finish())
-            if self._form.shows_reasoning:
-                delta.reasoning = "".join(part.reasoning for part in parts)
+            reasoning = "".join(part.reasoning for part in parts)
+            if reasoning and self._form.shows_reasoning:
+                events.append(ReasoningDelta(reasoning))
             text = "".join(part.answer for part in parts)
         if self._calls is None:
-            delta.text = text
-            return delta
-        events = list(self._calls.feed(text))
+            if text:
+                events.append(TextDelta(text))
+            return events
+        found = list(self._calls.feed(text))
         if is_last:
-            events += self._calls.finish()
-        for event in events:
-            self._add(delta, event)
-        return delta
-
-    def _add(self, delta: AnswerDelta, event: ToolEvent) -> None:
-        match event:
-            case TextDelta(text):
-                delta.text += text
-            case CallStart(index, name) if index == 0 or self._form.is_parallel:
-                assert self._new_id is not None
-                self.has_calls = True
-                delta.calls.append(CallDelta(index, self._new_id(), name, ""))
-            case ArgumentsDelta(index, text) if index == 0 or self._form.is_parallel:
-                # Arguments belong to the call that was started last, in this delta or before.
-                if not delta.calls or delta.calls[-1].index != index:
-                    delta.calls.append(CallDelta(index, None, None, ""))
-                delta.calls[-1].arguments += text
-            case _:
-                pass
+            found += self._calls.finish()
+        for event in found:
+            match event:
+                case TextDelta():
+                    events.append(event)
+                case CallStart(index, name) if index == 0 or self._form.is_parallel:
+                    assert self._new_id is not None
+                    self.has_calls = True
+                    events.append(CallDelta(index, self._new_id(), name, ""))
+                case ArgumentsDelta(index, arguments) if index == 0 or self._form.is_parallel:
+                    events.append(CallDelta(index, None, None, arguments))
+                case _:
+                    pass
+        return events

@@ -193,7 +193,7 @@ def parse_chat_request(body: bytes) -> ChatCompletionRequest:
     # What is a number for `SamplingParams` is a switch here, and has a second field.
     sampling_fields = {name: value for name, value in fields.items() if name != "logprobs"}
     request = structure_request(_CONVERTER, fields, sampling_fields, ChatCompletionRequest)
-    _check_tools(request)
+    check_tools(request)
     form = structured_outputs_of(fields)
     logprobs = _num_logprobs(request)
     if form is None and logprobs is None:
@@ -209,7 +209,12 @@ def _num_logprobs(request: ChatCompletionRequest) -> int | None:
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
-def _check_tools(request: ChatCompletionRequest) -> None:
+def check_tools(request: ChatCompletionRequest) -> None:
+    """Return when the tools of a request, and its choice of them, make sense.
+
+    Raises:
+        RequestError: they do not. `param` is the path of the field at fault.
+    """
     names: set[str] = set()
     if len(request.tools) > MAX_TOOLS:
         raise RequestError(f"tools has {len(request.tools)}; the limit is {MAX_TOOLS}.", param="tools")

@@ -60,7 +60,7 @@ class _AnswerEvents(EventStream):
         is_last = choice.finish_reason is not None
         delta = state.reader.feed(choice.text, choice.token_ids, is_last=is_last)
         if choice.logprobs:
-            state.logprobs += map(_logprob_fields, choice.logprobs)
+            state.logprobs += map(logprob_fields, choice.logprobs)
         if not is_last and not delta.has_news:
             return b""
         logprobs = dumps({"content": state.logprobs, "refusal": None}) if state.logprobs else NULL
@@ -104,7 +104,7 @@ def _whole_choice(form: ChatForm, reader: AnswerReader, choice: CompletionOutput
         message |= _reasoning_fields(answer.reasoning or None)
     logprobs = None
     if form.has_logprobs:
-        logprobs = {"content": [_logprob_fields(entry) for entry in choice.logprobs or ()], "refusal": None}
+        logprobs = {"content": [logprob_fields(entry) for entry in choice.logprobs or ()], "refusal": None}
     return {
         "index": choice.index,
         "message": message,
@@ -143,7 +143,8 @@ def _finish_fields(choice: CompletionOutput, *, has_calls: bool) -> Mapping[str,
     return {**fields, "finish_reason": _TOOL_CALLS} if is_calls else fields
 
 
-def _logprob_fields(entry: PositionLogprobs) -> Mapping[str, object]:
+def logprob_fields(entry: PositionLogprobs) -> Mapping[str, object]:
+    """The log probabilities at one place of an answer, as OpenAI writes them."""
     return {**_token_fields(entry.chosen), "top_logprobs": [_token_fields(token) for token in entry.top]}
 
 

@@ -44,9 +44,14 @@ def error_reply(error: Exception) -> ErrorReply:
 
 def error_body(error: Exception) -> bytes:
     """The JSON object `{"error": {...}}`, under 16 KB whatever the exception holds."""
+    return _body(error_fields(error))
+
+
+def error_fields(error: Exception) -> Mapping[str, object]:
+    """The fields of the object in `error_body`."""
     known = error if isinstance(error, TrioEngineError) else TrioEngineError("")
     param = error.param if isinstance(error, RequestError) else None
-    return _body(_public_message(error), known.error_type, param, known.code)
+    return _fields(_public_message(error), known.error_type, param, known.code)
 
 
 def at_path(error: TrioEngineError, path: str) -> TrioEngineError:
@@ -61,17 +66,20 @@ def status_reply(status: int, message: str) -> ErrorReply:
     is_clients_fault = 400 <= status < 500
     error_type = RequestError.error_type if is_clients_fault else TrioEngineError.error_type
     code = RequestError.code if is_clients_fault else TrioEngineError.code
-    return ErrorReply(status, _body(message, error_type, None, code), {})
+    return ErrorReply(status, _body(_fields(message, error_type, None, code)), {})
 
 
-def _body(message: str, error_type: str, param: str | None, code: str) -> bytes:
-    error = {
+def _fields(message: str, error_type: str, param: str | None, code: str) -> Mapping[str, object]:
+    return {
         "message": _cut(message, MAX_MESSAGE_CHARS),
         "type": error_type,
         "param": None if param is None else _cut(param, MAX_PARAM_CHARS),
         "code": code,
     }
-    return json.dumps({"error": error}, separators=(",", ":")).encode()
+
+
+def _body(fields: Mapping[str, object]) -> bytes:
+    return json.dumps({"error": fields}, separators=(",", ":")).encode()
 
 
 def _public_message(error: Exception) -> str:

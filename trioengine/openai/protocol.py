@@ -95,7 +95,16 @@ def parse_fields(body: bytes, neutral: Neutral) -> dict[str, object]:
     Raises:
         RequestError: it holds none, or has a field of `neutral` with another value.
     """
-    fields = {name: value for name, value in parse_object(body).items() if value is not None}
+    return without_neutral(parse_object(body), neutral)
+
+
+def without_neutral(body: Mapping[str, object], neutral: Neutral) -> dict[str, object]:
+    """These fields of a body, without those that are null or ask for nothing.
+
+    Raises:
+        RequestError: one of `neutral` has another value.
+    """
+    fields = {name: value for name, value in body.items() if value is not None}
     for name in neutral.keys() & fields.keys():
         if not any(_is_same_json(fields[name], value) for value in neutral[name]):
             raise RequestError(f"{name} is not supported by this server.", param=name)
