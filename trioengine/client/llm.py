@@ -13,6 +13,7 @@ import attrs
 from trioengine.client.llm_engine import LLMEngine
 from trioengine.client.llm_inputs import (
     CallerOptions,
+    DefaultSamplingParams,
     EngineArgs,
     LoRARequest,
     PromptLike,
@@ -84,8 +85,11 @@ class LLM:
         """The same."""
         return self.llm_engine.tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where none are given: what the model's authors recommend, over `SamplingParams`' defaults."""
+    def get_default_sampling_params(self) -> DefaultSamplingParams:
+        """What is used where none are given: what the model's authors recommend, over `SamplingParams`' defaults.
+
+        Fields of this object may be set.
+        """
         caller, values = self._caller, dict[str, Any]()
         if caller.generation_config == "auto":
             values = attrs.asdict(self.llm_engine.generation_defaults)
@@ -93,7 +97,7 @@ class LLM:
         for name, value in caller.override_generation_config.items():
             values["max_tokens" if name == "max_new_tokens" else name] = value
         try:
-            return SamplingParams(**values)
+            return DefaultSamplingParams(**values)
         except TypeError as error:
             raise RequestError(f"override_generation_config: {error}", param="override_generation_config") from None
 
@@ -363,6 +367,8 @@ class LLM:
         """With one output at the end, and a seed where this object has them."""
         if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RequestError("sampling_params must be SamplingParams.", param="sampling_params")
+        if isinstance(params, DefaultSamplingParams):
+            params = params.plain()
         if params.seed is None and self._seeds is not None:
             params = attrs.evolve(params, seed=self._seeds.getrandbits(63))
         return attrs.evolve(params, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -8,6 +8,7 @@ import attrs
 
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import ConfigError, RequestError
+from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import EncodePrompt, TextPairPrompt
 from trioengine.types.request import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
@@ -109,6 +110,17 @@ class CallerOptions:
     """"auto" takes what the model's authors recommend for sampling, "vllm" nothing of it."""
     override_generation_config: Mapping[str, object] = attrs.field(factory=dict[str, object])
     """Over what the authors recommend."""
+
+
+class DefaultSamplingParams(SamplingParams):
+    """Those of `LLM.get_default_sampling_params`, whose fields may be set, as scripts do."""
+
+    __setattr__ = object.__setattr__  # pyright: ignore[reportAssignmentType]
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def plain(self) -> SamplingParams:
+        """The same, for good."""
+        return SamplingParams(**{field.name: getattr(self, field.name) for field in attrs.fields(SamplingParams)})
 
 
 class EngineArgs:

@@ -70,6 +70,11 @@ class CompletionOutput:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     """One for each of `token_ids`; None where none were asked for."""
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of all tokens here; None where none were asked for."""
+        return None if self.logprobs is None else sum(each.chosen.logprob for each in self.logprobs)
+
 
 @attrs.frozen
 class RequestOutput:
