@@ -119,7 +119,7 @@ async def test_a_signal_drains_and_a_second_one_stops_now() -> None:
 
 
 async def test_a_killed_core_is_an_unhealthy_server_whose_streams_end_with_an_error() -> None:
-    """(vllm 19881) Health fails at once, the waiting stream gets an error event, the server ends with status 1."""
+    """Case 9 (vllm 19881): health fails at once, the waiting stream gets an error event, the server ends with status 1."""
     with served_process() as served:
         async with open_raw_http(served.url) as client:
             with trio.fail_after(60):
@@ -136,7 +136,7 @@ async def test_a_killed_core_is_an_unhealthy_server_whose_streams_end_with_an_er
 
 
 async def test_a_killed_server_leaves_no_core() -> None:
-    """(vllm 55510) The core finds out by itself, also in the middle of a step."""
+    """Case 12 (vllm 55510): the core finds out by itself, also in the middle of a step."""
     with served_process() as served:
         core_pids = served.core_pids()
         async with open_raw_http(served.url) as client:
@@ -197,7 +197,7 @@ def test_a_taken_port_is_one_message(server: ServedProcess) -> None:
 
 
 def test_wrong_bodies_leave_the_server_alive(server: ServedProcess) -> None:
-    """(OpenViking 4238) Each is a 400 with an error object, and the next request is served."""
+    """Case 42 (OpenViking 4238): each is a 400 with an error object, and the next request is served."""
     bodies = [
         b"",
         b"{",

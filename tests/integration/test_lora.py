@@ -147,7 +147,7 @@ async def test_what_cannot_be_loaded_is_a_clear_error_and_the_engine_goes_on(
 
 
 async def test_case_47_and_sleep(tmp_path: Path, config: ModelConfig) -> None:
-    """(vllm 44701) An adapter that is called like a salt hits nothing of the salt's; after sleep all is as before."""
+    """Case 47 (vllm 44701): an adapter called like a salt hits nothing of the salt's; after sleep all is as before."""
     folder = write_lora(tmp_path / "x", config, rank=4)
     async with opened() as engine:
         await engine.call(AddLoRA("x", str(folder)))

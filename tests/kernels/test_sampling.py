@@ -158,7 +158,7 @@ def test_noise_is_finite_for_every_hash(monkeypatch) -> None:
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-4, 1e-2])
 @pytest.mark.parametrize("top_p", [1.0, 1e-4])
 def test_tiny_temperatures_and_top_p_take_the_largest(temperature: float, top_p: float) -> None:
-    """(vllm 1623) Nothing overflows: with a clear winner, a tiny temperature is greedy."""
+    """Case 35 (vllm 1623): nothing overflows: with a clear winner, a tiny temperature is greedy."""
     logits = torch.tensor([[-3e4, 60.0, 59.0, -torch.inf, 3.0]])
     assert sample(logits, make_batch(1, temperature=temperature, top_p=top_p)).tolist() == [1]
 
@@ -209,7 +209,7 @@ def test_logprobs_are_the_true_top_and_the_chosen_one_beside_it() -> None:
 
 
 def test_logprobs_are_finite_numbers() -> None:
-    """(sglang 5984) Also for tokens that a grammar forbids."""
+    """Case 38 (sglang 5984): also for tokens that a grammar forbids."""
     logits = torch.full((1, 30), -torch.inf)
     logits[0, 3] = 1.0
     found = logprobs(logits, torch.tensor([3]), num_top=20)

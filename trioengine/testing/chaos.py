@@ -1,10 +1,11 @@
 """`Traffic`: everything that users of an engine do, at random and at once, each answer checked token by token.
 
 Requests are read, left, cancelled at any await, aborted, given deadlines, extended; operations run beside them. Tokens
-are those of a `FakeExecutor`, which only this request's prompt and seed give, so that a token of another request, a lost
-or a doubled one is found. What goes on is drawn from a seed. `python -P -m trioengine.testing.chaos SEED [ABORTS]` is a
-client process with such traffic: its first line of input is an `Attachment` in base64, and it exits when its input ends, with
-status 0 if everything was right.
+are those of a `FakeExecutor`, which only this request's prompt and seed give, so that a token of another request, a
+lost or a doubled one is found. What goes on is drawn from a seed.
+
+`python -P -m trioengine.testing.chaos SEED [ABORTS]` is a client process with such traffic. The first line of its input
+is an `Attachment` in base64. It exits when its input ends, with status 0 if everything was right.
 """
 
 import base64
@@ -100,9 +101,8 @@ class _Answers:
         assert not self.is_finished, "an output after the last"
         for answer in output.outputs:
             read, right = self._read[answer.index], self._right[answer.index]
-            assert answer.index not in self.reasons or not answer.token_ids or not self._is_delta, "tokens after the end"
-            before = [] if not self._is_delta else read
-            now = [*before, *answer.token_ids]
+            now = [*(read if self._is_delta else ()), *answer.token_ids]
+            assert answer.index not in self.reasons or now == read, "tokens after the end"
             assert now[: len(read)] == read, f"tokens were taken back: {read} became {now}"
             assert now == list(right[: len(now)]), f"another request's tokens: {now}, not {right}"
             read[:] = now

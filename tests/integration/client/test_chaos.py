@@ -324,7 +324,7 @@ async def _all_hear_of(scene: Scene) -> None:
     await _until(lambda: all(engine.errored for engine in scene.engines))
     for engine in scene.engines:
         for ask in (lambda: engine.call(GetLoad()), lambda: _first_of(engine)):  # noqa: B023
-            with pytest.raises(EngineDeadError, match="was killed by SIGKILL|has exited"):
+            with pytest.raises(EngineDeadError, match=r"was killed by SIGKILL|has exited"):
                 await ask()
     if scene.cores is not None:
         cores = scene.cores

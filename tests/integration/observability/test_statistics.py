@@ -106,3 +106,35 @@ async def test_two_clients_of_the_same_cores_show_the_counts_of_both(model: str)
                     assert counts(engine, "generation_tokens_total") == {"0": NUM_TOKENS, "1": 2 * NUM_TOKENS}
                     assert len(counts(engine, "num_requests_running")) == 1
     assert not is_there(folder)
+
+
+async def test_gauges_are_0_when_all_is_aborted_at_once(model: str) -> None:
+    """Case 8 (vllm 29928): what runs and what waits, within a second."""
+    endless = SamplingParams(max_tokens=10_000, ignore_eos=True)
+    with trio.fail_after(TIMEOUT_S):
+        async with (
+            open_engine(EngineConfig(model=model), core_module=MODULE) as engine,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def read(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+                async with engine.generate(GenerateRequest([5, 6], endless)) as outputs:
+                    task_status.started()
+                    async for _ in outputs:
+                        pass
+
+            for _ in range(100):  # 64 run at once.
+                await nursery.start(read)
+            while not all(gauges(engine)):  # noqa: ASYNC110 (nobody tells)
+                await trio.sleep(0.01)
+            engine.abort_all()
+            with trio.fail_after(1):
+                while any(gauges(engine)):  # noqa: ASYNC110 (nobody tells)
+                    await trio.sleep(0.01)
+            assert gauges(engine) == [0, 0, 0]
+            assert counts(engine, "request_success_total")["abort"] == 100
+
+
+def gauges(engine: Engine) -> list[float]:
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return [sum(counts(engine, name).values()) for name in names]

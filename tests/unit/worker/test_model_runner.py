@@ -161,7 +161,7 @@ def test_thirty_two_sequences_give_the_tokens_that_each_gives_alone() -> None:
     ],
 )
 def test_a_token_out_of_the_vocabulary_fails_its_sequence_only(prompt, sampling, fields, what) -> None:
-    """(vllm 16529) The neighbours' tokens are those that they would have been."""
+    """Case 34 (vllm 16529): the neighbours' tokens are those that they would have been."""
     session = Session()
     session.add(0, prompt_of(5))
     session.add(1, prompt, sampling, **fields)
