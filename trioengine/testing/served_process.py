@@ -51,11 +51,14 @@ class ServedProcess:
 
 
 @contextlib.contextmanager
-def served_process(*arguments: str) -> Generator[ServedProcess]:
-    """A running `trioengine serve --port 0` with these further arguments; killed at the end if it still runs."""
+def served_process(*arguments: str, command: Sequence[str] | None = None) -> Generator[ServedProcess]:
+    """A running `trioengine serve --port 0` with these further arguments; killed at the end if it still runs.
+
+    Another command must write to standard error, as that one does, that it serves something on a URL.
+    """
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = subprocess.Popen(
-            [*trioengine_command(), "serve", "--port", "0", *arguments],
+            [*(command or (*trioengine_command(), "serve", "--port", "0")), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
