@@ -51,22 +51,23 @@ class ApiServer:
             EngineDeadError: the engine has died, and what was running has been told. Not with
                 `keep_alive_on_engine_death`.
         """
-        from trioengine.server import create_app, serve
+        from trioengine.server import create_app, open_responses, serve
 
         stop = trio.Event()
-        app = create_app(engine, self._config, shutdown=self._shutdown, stop=stop)
         timeout_s = self._config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S
         config = attrs.evolve(self._config, shutdown_timeout_s=timeout_s)
-        async with trio.open_nursery() as watching:
-            watching.start_soon(self._watch_engine, engine)
-            watching.start_soon(self._end_drain, stop)
-            async with trio.open_nursery() as serving:
-                urls = await serving.start(
-                    functools.partial(serve, app, config, shutdown=self._shutdown, listeners=listeners)
-                )
-                tune_garbage_collector()
-                on_serving(Serving(engine.model_name, urls))
-            watching.cancel_scope.cancel()
+        async with open_responses(stop=stop) as responses:
+            app = create_app(engine, self._config, shutdown=self._shutdown, stop=stop, responses=responses)
+            async with trio.open_nursery() as watching:
+                watching.start_soon(self._watch_engine, engine)
+                watching.start_soon(self._end_drain, stop)
+                async with trio.open_nursery() as serving:
+                    urls = await serving.start(
+                        functools.partial(serve, app, config, shutdown=self._shutdown, listeners=listeners)
+                    )
+                    tune_garbage_collector()
+                    on_serving(Serving(engine.model_name, urls))
+                watching.cancel_scope.cancel()
         if self._death is not None:
             raise self._death
 

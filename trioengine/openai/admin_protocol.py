@@ -158,7 +158,7 @@ def parse_collective_rpc_request(body: bytes) -> CollectiveRPCRequest:
 
 
 def _value(name: str, text: str, type_: object) -> object:
-    if type_ is int:
+    if type_ in (int, int | None):
         if text.isascii() and text.isdigit() and len(text) < 10:
             return int(text)
         raise RequestError(f"{name} must be a number.", param=name)

@@ -6,6 +6,7 @@ from quart_trio import QuartTrio
 from trioengine.client.interface import EngineClient
 from trioengine.config.server import ServerConfig
 from trioengine.server.blueprint import handle_error, openai_blueprint
+from trioengine.server.responses import Responses
 from trioengine.server.routes.context import MetricsSource
 
 
@@ -16,6 +17,7 @@ def create_app(
     shutdown: trio.Event | None = None,
     stop: trio.Event | None = None,
     metrics: MetricsSource | None = None,
+    responses: Responses | None = None,
 ) -> QuartTrio:
     """A Quart-Trio application over an open engine. Open the engine around the server, not in `before_serving`.
 
@@ -23,6 +25,8 @@ def create_app(
     """
     app = QuartTrio("trioengine", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = None
-    app.register_blueprint(openai_blueprint(engine, config, shutdown=shutdown, stop=stop, metrics=metrics))
+    app.register_blueprint(
+        openai_blueprint(engine, config, shutdown=shutdown, stop=stop, metrics=metrics, responses=responses)
+    )
     app.register_error_handler(Exception, handle_error)
     return app

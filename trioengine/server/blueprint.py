@@ -6,9 +6,11 @@ It maps: bodies to requests, outputs to bodies, exceptions to error objects. All
 import functools
 import json
 from collections.abc import Sequence
+from typing import Any, cast
 
 import trio
 from quart import Blueprint, Response
+from quart.blueprints import BlueprintSetupState
 
 from trioengine import __version__
 from trioengine.client.engine import Engine
@@ -17,6 +19,7 @@ from trioengine.config.server import ServerConfig
 from trioengine.observability.prometheus import PrometheusStatLogger
 from trioengine.openai.openapi import Operation, openapi_document
 from trioengine.server.replies import error_response, json_response
+from trioengine.server.responses import Responses
 from trioengine.server.routes.context import (
     REQUEST_ID_HEADER,
     MetricsSource,
@@ -25,6 +28,7 @@ from trioengine.server.routes.context import (
     request_id_of_gate,
 )
 from trioengine.server.routes.table import ROUTES, Route
+from trioengine.server.websocket_routes import WebSocketRoutes, websocket_handlers
 
 OPENAPI_PATH = "/openapi.json"
 _DOCUMENT = Operation(method="get", path=OPENAPI_PATH, tag="information", summary="This document.", errors=(401, 403))
@@ -37,8 +41,9 @@ def openai_blueprint(
     shutdown: trio.Event | None = None,
     stop: trio.Event | None = None,
     metrics: MetricsSource | None = None,
+    responses: Responses | None = None,
 ) -> Blueprint:
-    """The routes of `routes.table`, and `/openapi.json`, which describes them.
+    """The routes of `routes.table`, `/openapi.json`, which describes them, and the WebSocket `/v1/stream`.
 
     A client that disconnects ends its request in the engine. Errors of these routes are OpenAI's error objects.
 
@@ -49,10 +54,11 @@ def openai_blueprint(
         shutdown: once it is set, new requests are refused with 503; those that run go on.
         stop: once it is set, those that run end with an error: an event in a stream, else 503.
         metrics: what `/metrics` shows. None takes the engine's own; where it counts nothing, there is no such route.
+        responses: of `open_responses`, which makes some in the background. None keeps responses, and makes none there.
     """
     config = ServerConfig() if config is None else config
     metrics = metrics or _own_metrics(engine)
-    context = ServerContext(engine, config, shutdown, stop, metrics)
+    context = ServerContext(engine, config, shutdown, stop, metrics, responses=responses or Responses())
     routes = offered_routes(enable_admin=config.enable_admin, has_metrics=metrics is not None)
     blueprint = Blueprint("openai", __name__)
     for route in routes:
@@ -63,7 +69,14 @@ def openai_blueprint(
     blueprint.get(OPENAPI_PATH)(_Document(operations, has_keys=bool(config.api_key)).answer)
     blueprint.register_error_handler(Exception, handle_error)
     blueprint.after_request(_add_request_id)
+    blueprint.record_once(functools.partial(_add_websockets, context))
     return blueprint
+
+
+def _add_websockets(context: ServerContext, state: BlueprintSetupState) -> None:
+    handlers = websocket_handlers(context, state.url_prefix or "")
+    app = cast(Any, state.app)
+    app.asgi_app = WebSocketRoutes(app.asgi_app, handlers)
 
 
 def _own_metrics(engine: EngineClient) -> MetricsSource | None:

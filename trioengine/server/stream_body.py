@@ -19,7 +19,7 @@ from trioengine.client.interface import OutputStream
 from trioengine.errors import EngineGenerateError, RequestError, TrioEngineError
 from trioengine.openai.completion_stream import CompletionEvents
 from trioengine.openai.errors import at_path
-from trioengine.openai.sse import PING, EventStream
+from trioengine.openai.sse import PING
 from trioengine.server.open_requests import OpenRequest
 from trioengine.types.output import RequestOutput
 
@@ -36,6 +36,18 @@ class Entered(Protocol):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
     ) -> None: ...
+
+
+class Events(Protocol):
+    """What makes bytes of outputs; `EventStream` does."""
+
+    def events(self, output: RequestOutput, /) -> bytes:
+        """The events of an output."""
+        ...
+
+    def error_event(self, error: Exception, /) -> bytes:
+        """The last event of a stream that fails."""
+        ...
 
 
 async def enter_request(
@@ -87,15 +99,20 @@ class StreamBody(ResponseBody):
     def __init__(
         self,
         outputs: OutputStream,
-        events: EventStream,
+        events: Events,
         request_scope: trio.CancelScope,
         open_request: OpenRequest | None = None,
+        opening: bytes = b"",
     ) -> None:
-        """Read `outputs`, write `events`, count in `open_request`; cancelling `request_scope` leaves the request."""
+        """Read `outputs`, write `events`, count in `open_request`; cancelling `request_scope` leaves the request.
+
+        `opening` is written at once.
+        """
         self._outputs = outputs
         self._events = events
         self._request_scope = request_scope
         self._open_request = open_request or OpenRequest("", "", 0.0)
+        self._opening = opening
         self._has_output = False
         self._has_ended = False
         self._first: RequestOutput | None = None
@@ -122,6 +139,9 @@ class StreamBody(ResponseBody):
 
     async def __anext__(self) -> bytes:
         """The next events, never empty: a ping while the request waits, an error event when it fails."""
+        if self._opening:
+            opening, self._opening = self._opening, b""
+            return opening
         while not self._has_ended:
             try:
                 data = await self._next_events()
@@ -306,7 +326,7 @@ def _ended_early() -> EngineGenerateError:
     return EngineGenerateError("The engine's outputs ended without a last one.")
 
 
-def _failure(events: EventStream, error: Exception) -> bytes:
+def _failure(events: Events, error: Exception) -> bytes:
     level = logging.WARNING if isinstance(error, TrioEngineError) else logging.ERROR
     logger.log(level, "A stream ended with an error: %r", error, exc_info=error)
     return events.error_event(error)

@@ -32,6 +32,7 @@ from trioengine.openai.translate import (
 from trioengine.server.gate import MAX_REQUEST_ID_BYTES, REQUEST_ID
 from trioengine.server.open_requests import OpenRequests
 from trioengine.server.replies import json_response
+from trioengine.server.responses import Responses
 from trioengine.types.messages import LoRAInfo
 from trioengine.types.request import GenerateRequest
 
@@ -96,6 +97,8 @@ class ServerContext:
     """How the model writes tool calls and reasoning, and what requests leave to its authors."""
     loras: dict[str, LoRAInfo] = attrs.field(factory=dict[str, LoRAInfo])
     """The adapters that were there when they were last asked for, by name."""
+    responses: Responses = attrs.field(factory=Responses)
+    """Those that are kept, and those in the background."""
     started_s: int = attrs.field(factory=lambda: int(time.time()))
     """Unix time."""
 

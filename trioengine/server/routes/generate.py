@@ -16,16 +16,16 @@ from trioengine.openai.completion_stream import CompletionEvents, CompletionForm
 from trioengine.openai.completion_translate import completion_to_generate
 from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import RequestBody
-from trioengine.openai.sse import CONTENT_TYPE, EventStream, ReplyHead
+from trioengine.openai.sse import CONTENT_TYPE, ReplyHead
 from trioengine.openai.translate import with_generation_defaults
 from trioengine.server.open_requests import OpenRequest
 from trioengine.server.replies import json_response
 from trioengine.server.routes.context import RequestHead, ServerContext, request_head
-from trioengine.server.stream_body import BatchBody, RequestBatch, StreamBody, enter_request
+from trioengine.server.stream_body import BatchBody, Events, RequestBatch, StreamBody, enter_request
 from trioengine.types.output import RequestOutput
 from trioengine.types.request import GenerateRequest, TextPrompt, TokensPrompt
 
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies hand each event on as it comes."""
 
 
@@ -66,7 +66,7 @@ async def completions(context: ServerContext) -> Response:
     reply_head = _reply_head(context, head, lora)
     context.engine.check_admission(body.sampling.n * len(generate_requests))
     generate_requests = [head.apply(generate_request, lora) for generate_request in generate_requests]
-    form = _completion_form(context, body)
+    form = completion_form(context, body)
     num_prompts = len(generate_requests)
     if num_prompts == 1 and body.stream:
         return await stream_one(context, body, generate_requests[0], CompletionEvents.of(reply_head, form))
@@ -83,9 +83,9 @@ async def completions(context: ServerContext) -> Response:
 
 
 async def stream_one(
-    context: ServerContext, body: RequestBody, generate_request: GenerateRequest, events: EventStream
+    context: ServerContext, body: RequestBody, generate_request: GenerateRequest, events: Events, opening: bytes = b""
 ) -> Response:
-    """The response that streams the events of a request.
+    """The response that streams the events of a request, after `opening`.
 
     Raises:
         RequestError: the request cannot be honoured. Nothing was sent.
@@ -97,11 +97,11 @@ async def stream_one(
     )
     try:
         open_request.num_prompt_tokens = outputs.num_prompt_tokens
-        headers = {**_STREAM_HEADERS, **context.warning_headers(body, outputs.warnings)}
+        headers = {**STREAM_HEADERS, **context.warning_headers(body, outputs.warnings)}
     except BaseException:
         request_scope.cancel()
         raise
-    stream_body = StreamBody(outputs, events, request_scope, open_request)
+    stream_body = StreamBody(outputs, events, request_scope, open_request, opening)
     if generate_request.sampling.structured_outputs is not None:
         # Whether a form can be kept is known for certain when it has been compiled, in the core.
         try:
@@ -140,7 +140,7 @@ async def _stream_batch(
     request_scope = await enter_request(batch, context.stop, on_left=lambda: context.open_requests.close(open_request))
     try:
         open_request.num_prompt_tokens = batch.num_prompt_tokens
-        headers = {**_STREAM_HEADERS, **context.warning_headers(body, batch.warnings)}
+        headers = {**STREAM_HEADERS, **context.warning_headers(body, batch.warnings)}
     except BaseException:
         request_scope.cancel()
         raise
@@ -185,7 +185,8 @@ def _reply_head(context: ServerContext, head: RequestHead, lora: str | None) -> 
     return ReplyHead(head.id, int(time.time()), lora or context.engine.model_name)
 
 
-def _completion_form(context: ServerContext, body: CompletionRequest) -> CompletionForm:
+def completion_form(context: ServerContext, body: CompletionRequest) -> CompletionForm:
+    """What the reply to this request tells besides its text."""
     sampling = body.sampling
     echoes = (
         [_prompt_text(context, prompt, sampling.skip_special_tokens) for prompt in body.prompt] if body.echo else ()

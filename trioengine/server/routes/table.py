@@ -34,13 +34,15 @@ from trioengine.openai.encode_reply import ClassifyList, EmbeddingList, PoolingL
 from trioengine.openai.models import LoadLoRARequest, ModelCard, ModelList, UnloadLoRARequest
 from trioengine.openai.openapi import Operation
 from trioengine.openai.reply_schema import ChatCompletion, ChatCompletionChunk, Completion
+from trioengine.openai.responses.protocol import InputItemsQuery, ResponseRequest, RetrieveQuery
+from trioengine.openai.responses.reply_schema import DeletedResponse, ResponseEvent, ResponseItemList, ResponseObject
 from trioengine.openai.tokenize_protocol import (
     DetokenizeReply,
     DetokenizeRequest,
     TokenizeReply,
     TokenizeRequest,
 )
-from trioengine.server.routes import admin, encode, generate, information, tokens
+from trioengine.server.routes import admin, encode, generate, information, responses, tokens
 from trioengine.types.messages import CoreLoad
 
 Handler: TypeAlias = Callable[..., Awaitable[Response]]
@@ -49,6 +51,7 @@ Handler: TypeAlias = Callable[..., Awaitable[Response]]
 _BUSY = (401, 403, 404, 408, 503, 504)
 _OPERATION = (401, 403, 503)
 _OPEN = (403, 503)
+_STORED = (401, 403, 404)
 
 
 @attrs.frozen
@@ -101,6 +104,39 @@ ROUTES: Sequence[Route] = (
         request=(CompletionRequest,),
         reply=Completion,
         stream=Completion,
+    ),
+    _post(
+        "/v1/responses",
+        "text",
+        responses.create_response,
+        _BUSY,
+        request=(ResponseRequest,),
+        reply=ResponseObject,
+        stream=ResponseEvent,
+    ),
+    _get(
+        "/v1/responses/{response_id}",
+        "text",
+        responses.retrieve_response,
+        _STORED,
+        query=RetrieveQuery,
+        reply=ResponseObject,
+        stream=ResponseEvent,
+    ),
+    Route(
+        _operation(
+            "delete", "/v1/responses/{response_id}", "text", responses.delete_response, _STORED, reply=DeletedResponse
+        ),
+        responses.delete_response,
+    ),
+    _post("/v1/responses/{response_id}/cancel", "text", responses.cancel_response, _STORED, reply=ResponseObject),
+    _get(
+        "/v1/responses/{response_id}/input_items",
+        "text",
+        responses.list_input_items,
+        _STORED,
+        query=InputItemsQuery,
+        reply=ResponseItemList,
     ),
     _post("/v1/embeddings", "vectors", encode.embeddings, _BUSY, request=(EmbeddingRequest,), reply=EmbeddingList),
     _post("/pooling", "vectors", encode.pooling, _BUSY, request=(PoolingRequest,), reply=PoolingList),
