@@ -3,6 +3,7 @@
 from trioengine.client.cores import Attachment, Cores, start_cores
 from trioengine.client.engine import Engine, attach_engine, open_engine
 from trioengine.client.interface import EngineClient, OutputStream
+from trioengine.client.session import InputSession, StreamingInput, open_session
 from trioengine.client.stream import RequestStream
 
 __all__ = [
@@ -10,9 +11,12 @@ __all__ = [
     "Cores",
     "Engine",
     "EngineClient",
+    "InputSession",
     "OutputStream",
     "RequestStream",
+    "StreamingInput",
     "attach_engine",
     "open_engine",
+    "open_session",
     "start_cores",
 ]

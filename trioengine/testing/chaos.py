@@ -342,10 +342,14 @@ class Traffic:
         answers = _Answers(request, self.expected)
         nap_s = chance.choice((None, None, None, 0.0, 0.01))
         async with self.engine.generate(request) as stream:
-            async for output in stream:
-                answers.take(output)
-                if nap_s is not None:
-                    await trio.sleep(nap_s)
+            try:
+                async for output in stream:
+                    answers.take(output)
+                    if nap_s is not None:
+                        await trio.sleep(nap_s)
+            except EngineDeadError as error:
+                assert "no sign of life" not in str(error), "failed because a core was stopped for a while"
+                raise
         answers.check_end(may_be_aborted=may_be_aborted or self.has_aborting_pauses)
 
     def _request(self, chance: random.Random, **changes: Any) -> GenerateRequest:

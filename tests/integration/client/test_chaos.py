@@ -31,7 +31,6 @@ from trioengine.testing import chaos, fake_core
 from trioengine.testing.chaos import Traffic
 from trioengine.testing.fake_tokenizer import write_fake_model
 from trioengine.types.messages import GetLoad
-from trioengine.types.params import SamplingParams
 from trioengine.types.request import GenerateRequest
 
 RUN_TIMEOUT_S = 60
@@ -41,6 +40,9 @@ DEATH_TIMEOUT_S = 5
 """In which all hear of the death of a core."""
 SHORT_TICK_AGE_S = 0.6
 """`MAX_TICK_AGE_S` while a core is stopped."""
+DEATH = ("was killed by SIGKILL", "has exited")
+"""How a core that was killed is spoken of, by its owner and by others."""
+NUM_ROUNDS = 3
 QUICK_SEEDS = (1, 2, 4)
 SLOW_SEEDS = tuple(range(100, 112))
 
@@ -81,10 +83,16 @@ class Plan:
     has_client_process: bool
     core_options: dict[str, str]
     has_aborting_pauses: bool
-    acts: tuple[tuple[Act, int, float], ...]
-    """What, to whom (a number, of those that there are), and for how many seconds."""
+    rounds: tuple[tuple[tuple[Act, int, float], ...], ...]
+    """What, to whom (a number, of those that there are), and for how many seconds. After each round all is idle."""
     end: End
+    """Of the last round."""
     victim: int
+
+    @property
+    def has_aborts(self) -> bool:
+        """Whether requests may end with "abort" that nobody has aborted by name."""
+        return self.has_aborting_pauses or any(act is Act.ABORT_ALL for acts in self.rounds for act, _, _ in acts)
 
 
 def plan_of(seed: int) -> Plan:
@@ -98,11 +106,10 @@ def plan_of(seed: int) -> Plan:
         core_options["num_blocks"] = "96"
     if chance.random() < 0.5:
         core_options["async_scheduling"] = "yes"
-    # Of the longest, one at most: it takes half a second.
-    acts = [(chance.choice(list(Act)), chance.randrange(100), chance.choice((0.01, 0.05, 0.15))) for _ in range(5)]
-    hangs = [number for number, (act, _, _) in enumerate(acts) if act is Act.HANG_CORE]
-    for number in hangs[1:]:
-        acts[number] = (Act.STOP_CORE, *acts[number][1:])
+    rounds = [
+        [(chance.choice(list(Act)), chance.randrange(100), chance.choice((0.01, 0.05, 0.15))) for _ in range(4)]
+        for _ in range(NUM_ROUNDS)
+    ]
     return Plan(
         seed,
         chance.choice((1, 2)),
@@ -110,7 +117,7 @@ def plan_of(seed: int) -> Plan:
         has_client_process,
         core_options,
         chance.random() < 0.25,
-        tuple(acts),
+        tuple(map(tuple, rounds)),
         chance.choice(ends),
         chance.randrange(100),
     )
@@ -158,13 +165,13 @@ async def open_scene(plan: Plan, model: str) -> AsyncGenerator[Scene, None]:
             await cores.wait_ready()
             if client is not None:
                 assert client.stdout is not None
-                assert await client.stdout.receive_some() == b"started\n", await _errors_of(client)
+                assert await client.stdout.receive_some(), await _errors_of(client)  # It has started.
         yield Scene(engines, cores, [handle.pid for handle in handles], client)
 
 
 async def _start_client(plan: Plan, attachment: Attachment) -> trio.Process:
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-P", "-m", chaos.MODULE, f"{plan.seed}-process", "yes" * plan.has_aborting_pauses],
+        [sys.executable, "-P", "-m", chaos.MODULE, f"{plan.seed}-process", "yes" * plan.has_aborts],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -176,7 +183,9 @@ async def _start_client(plan: Plan, attachment: Attachment) -> trio.Process:
 
 
 async def _errors_of(process: trio.Process) -> str:
-    """What it wrote, until it has exited."""
+    """What it has to say, of which it exits now or never."""
+    if process.poll() is None:
+        process.terminate()
     assert process.stderr is not None
     return b"".join([data async for data in process.stderr]).decode()
 
@@ -191,79 +200,85 @@ def _end_client(process: trio.Process) -> None:
 
 
 async def run_chaos(plan: Plan, model: str) -> list[Traffic]:
-    """Play a plan. Raises AssertionError, or is cancelled, where a promise is not kept."""
+    """Play a plan. Raises AssertionError or TooSlowError where a promise is not kept that others than readers hear."""
     chance = random.Random(f"{plan.seed}-acts")
-    death = "was killed by SIGKILL|has exited"
     excused: list[str] = []
-    """Parts of messages of `EngineDeadError` that have a reason to come now."""
+    """Parts of the messages of `EngineDeadError` and `EngineClosedError` that have a reason to come now."""
 
     def is_excused(error: Exception) -> bool:
-        if isinstance(error, EngineClosedError):
-            return "closed" in excused
-        return isinstance(error, EngineDeadError) and any(part in str(error) for part in excused)
+        is_death = isinstance(error, EngineDeadError | EngineClosedError)
+        return is_death and any(part in str(error) for part in excused)
 
-    traffics: list[Traffic] = []
+    # Outside of the scene, so that tasks may go on while it ends.
     async with trio.open_nursery() as workers, open_scene(plan, model) as scene:
         traffics = [
-            Traffic(
-                engine,
-                f"{plan.seed}-{number}",
-                has_aborting_pauses=plan.has_aborting_pauses or any(act is Act.ABORT_ALL for act, _, _ in plan.acts),
-                is_excused=is_excused,
-            )
+            Traffic(engine, f"{plan.seed}-{number}", has_aborting_pauses=plan.has_aborts, is_excused=is_excused)
             for number, engine in enumerate(scene.engines)
         ]
-        scopes = [trio.CancelScope() for _ in traffics]
-        workers_over = [trio.Event() for _ in traffics]
-        for each in zip(traffics, scopes, workers_over, strict=True):
-            workers.start_soon(_run_traffic, *each)
-        for act, target, duration_s in plan.acts:
-            await _act(scene, traffics, chance, act, target, duration_s, excused)
-            if "no sign of life" in excused and act is not Act.HANG_CORE:
-                excused.clear()
-        victim = scene.core_pids[plan.victim % len(scene.core_pids)]
-        kills = plan.end in (End.KILL_CORE, End.KILL_STOPPED_CORE)
-        match plan.end:
-            case End.KILL_STOPPED_CORE:
-                os.kill(victim, signal.SIGSTOP)
-                await trio.sleep(0.02)
-            case End.KILL_CLIENT if scene.client is not None:
+        for number, acts in enumerate(plan.rounds, start=1):
+            scopes = [trio.CancelScope() for _ in traffics]
+            are_over = [trio.Event() for _ in traffics]
+            for each in zip(traffics, scopes, are_over, strict=True):
+                workers.start_soon(_run_traffic, *each)
+            for act, target, duration_s in acts:
+                await _act(scene, traffics, chance, act, target, duration_s, excused)
+            is_last = number == len(plan.rounds)
+            end = plan.end if is_last else chance.choice((End.DRAIN, End.CANCEL))
+            if end is End.CLOSE:
+                excused.extend(("closed", *DEATH))
+                break
+            if end in (End.KILL_CORE, End.KILL_STOPPED_CORE):
+                excused.extend(DEATH)
+                await _kill_core(scene, end, scene.core_pids[plan.victim % len(scene.core_pids)])
+            if end is End.KILL_CLIENT and scene.client is not None:
                 scene.client.kill()
-            case _:
-                pass
-        if kills:
-            excused.extend(death.split("|"))
-            os.kill(victim, signal.SIGKILL)
-            with trio.fail_after(DEATH_TIMEOUT_S):
-                await _all_hear_of(scene)
-        if plan.end is End.CLOSE:
-            excused.extend(("closed", *death.split("|")))
-        else:
-            if plan.end is End.CANCEL:
+            if end is End.CANCEL:
                 for scope in scopes:
                     scope.cancel()
-            await _end_workers(traffics, workers_over)
-        if not kills and plan.end is not End.CLOSE:
-            with trio.fail_after(END_TIMEOUT_S):
-                await _check_all_is_well(plan, scene, traffics)
-        for traffic in traffics:
-            traffic.is_stopping = True
+            await _end_workers(traffics, are_over)
+            if end not in (End.KILL_CORE, End.KILL_STOPPED_CORE):
+                with trio.fail_after(END_TIMEOUT_S):
+                    await _check_all_is_well(scene, traffics, end, is_last=is_last)
+    # Here the tasks have ended too, that the end of the scene has met.
     return traffics
 
 
-async def _run_traffic(traffic: Traffic, scope: trio.CancelScope, over: trio.Event) -> None:
+async def _run_traffic(traffic: Traffic, scope: trio.CancelScope, is_over: trio.Event) -> None:
+    traffic.is_stopping = False
     with scope:
         await traffic.run()
-    over.set()
+    is_over.set()
 
 
-async def _end_workers(traffics: Sequence[Traffic], over: Sequence[trio.Event]) -> None:
+async def _end_workers(traffics: Sequence[Traffic], are_over: Sequence[trio.Event]) -> None:
     for traffic in traffics:
         traffic.is_stopping = True
     with trio.move_on_after(END_TIMEOUT_S) as scope:
-        for each in over:
+        for each in are_over:
             await each.wait()
     assert not scope.cancelled_caught, [traffic.in_progress for traffic in traffics]
+
+
+async def _kill_core(scene: Scene, end: End, pid: int) -> None:
+    """And all hear of it: health, later requests, later calls; with the cause."""
+    if end is End.KILL_STOPPED_CORE:
+        os.kill(pid, signal.SIGSTOP)
+        await trio.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    with trio.fail_after(DEATH_TIMEOUT_S):
+        await _until(lambda: not any(_is_well(engine.check_health) for engine in scene.engines))
+        await _until(lambda: all(engine.errored for engine in scene.engines))
+    for engine in scene.engines:
+        with pytest.raises(EngineDeadError, match="|".join(DEATH)):
+            await engine.call(GetLoad())
+        with pytest.raises(EngineDeadError, match="|".join(DEATH)):
+            await engine.generate(GenerateRequest([1])).__aenter__()
+    if scene.cores is not None:
+        cores = scene.cores
+        with trio.fail_after(DEATH_TIMEOUT_S):
+            await _until(lambda: cores.dead_error is not None)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            cores.check_health()
 
 
 async def _act(
@@ -285,7 +300,7 @@ async def _act(
             await trio.sleep(duration_s)
             os.kill(core, signal.SIGCONT)
         case Act.HANG_CORE:
-            excused.append("no sign of life")
+            excused.append("no sign of life")  # It is said to new requests only: `Traffic` looks.
             os.kill(core, signal.SIGSTOP)
             # Short only while the core cannot tick, so that no slow machine is taken for a stopped core.
             normal, status_page.MAX_TICK_AGE_S = status_page.MAX_TICK_AGE_S, SHORT_TICK_AGE_S
@@ -318,40 +333,20 @@ async def _act(
             traffic.engine.abort_all()
 
 
-async def _all_hear_of(scene: Scene) -> None:
-    """Of the death of a core: health, later requests, later calls; with the cause."""
-    await _until(lambda: not any(_is_well(engine.check_health) for engine in scene.engines))
-    await _until(lambda: all(engine.errored for engine in scene.engines))
-    for engine in scene.engines:
-        for ask in (lambda: engine.call(GetLoad()), lambda: _first_of(engine)):  # noqa: B023
-            with pytest.raises(EngineDeadError, match=r"was killed by SIGKILL|has exited"):
-                await ask()
-    if scene.cores is not None:
-        cores = scene.cores
-        await _until(lambda: cores.dead_error is not None)
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
-            cores.check_health()
-
-
-async def _first_of(engine: Engine) -> None:
-    async with engine.generate(GenerateRequest([1], SamplingParams(max_tokens=1))) as stream:
-        await anext(stream)
-
-
-async def _check_all_is_well(plan: Plan, scene: Scene, traffics: Sequence[Traffic]) -> None:
-    """After everybody has left."""
+async def _check_all_is_well(scene: Scene, traffics: Sequence[Traffic], end: End, *, is_last: bool) -> None:
+    """After everybody in this process has left. The client process goes on until the last round has ended."""
     scene.check_health()
     await traffics[0].engine.resume_generation()  # A pause that a client left behind is felt by all.
-    if scene.client is not None:
+    if scene.client is not None and is_last:
         assert scene.client.stdin is not None
         await scene.client.stdin.aclose()
         status = await scene.client.wait()
-        if plan.end is not End.KILL_CLIENT:
-            assert status == 0, await _errors_of(scene.client)
+        assert end is End.KILL_CLIENT or status == 0, await _errors_of(scene.client)
         await traffics[0].engine.resume_generation()
         await _until_idle(traffics[0])
     for traffic in traffics:
-        await traffic.check_idle()
+        if scene.client is None or is_last:
+            await traffic.check_idle()
         await traffic.check_answers()
         await traffic.check_books()
 
