@@ -117,21 +117,11 @@ class InprocClient:
     def receive(self, timeout_s: float) -> None:
         """As `BlockingClient`."""
         core = self._built.core
-        if self._frontend.dead_error is not None:
+        if self._advance() or core.has_work or self._frontend.dead_error is not None:
             return
-        try:
-            core.poll()
-            if core.has_work:
-                core.step()
-            if self._deliver() or core.has_work:
-                return
-            idle_s = core.idle_timeout_s()  # It waits for a grammar, a file, a deadline of the queue.
-            with self._interrupts.waiting():
-                poll((), waker=self._built.waker, timeout_s=timeout_s if idle_s is None else min(idle_s, timeout_s))
-            core.poll()
-            self._deliver()
-        except Exception as error:  # A border, as that of a core process: everyone who waits is told.
-            self._die(error)
+        idle_s = core.idle_timeout_s()  # It waits for a grammar, a file, a deadline of the queue.
+        with self._interrupts.waiting():
+            poll((), waker=self._built.waker, timeout_s=timeout_s if idle_s is None else min(idle_s, timeout_s))
 
     def check_health(self) -> None:
         """As `BlockingClient`."""
@@ -143,6 +133,20 @@ class InprocClient:
         if not self._is_closed:
             self._is_closed = True
             self._built.close()
+
+    def _advance(self) -> bool:
+        """One turn of the core; whether anything came of it."""
+        if self._frontend.dead_error is not None:
+            return False
+        core = self._built.core
+        try:
+            core.poll()
+            if core.has_work:
+                core.step()
+            return self._deliver()
+        except Exception as error:  # A border, as that of a core process: everyone who waits is told.
+            self._die(error)
+            return False
 
     def _handle(self, message: ToCore) -> None:
         if self._frontend.dead_error is not None:

@@ -388,6 +388,8 @@ class LLM:
         outputs: dict[str, RequestOutput | PoolingRequestOutput] = {}
         with engine.interrupts:
             try:
+                for adapter in {lora for lora in loras if lora is not None}:
+                    engine.load_lora(adapter)
                 for each, lora in zip(processed, loras, strict=True):
                     engine.start(each, lora)
                     engine.interrupts.check()

@@ -126,6 +126,8 @@ class LLMEngine:
         )
         self._input_processor = InputProcessor(self._tokenizer, self._client.ready.model)
         self._news = _News()
+        self._loras: dict[str, LoRARequest] = {}
+        """Those that were read for requests, by name."""
         self._outputs: list[RequestOutput | PoolingRequestOutput] = []
         """Those that `step` has not returned yet."""
         self._errors: deque[tuple[str, TrioEngineError]] = deque()
@@ -239,7 +241,10 @@ class LLMEngine:
             request = GenerateRequest(cast(Prompt, checked), params, tokenization_kwargs=tokenization_kwargs, **common)
         waited_s = 0.0 if arrival_time is None else max(0.0, time.time() - arrival_time)
         with self.interrupts:
-            return self.start(self.process(request), lora_request, waited_s=waited_s)
+            processed = self.process(request)
+            if lora_request is not None:
+                self.load_lora(lora_request)
+            return self.start(processed, lora_request, waited_s=waited_s)
 
     def process(self, request: GenerateRequest | EncodeRequest) -> ProcessedRequest | ProcessedEncodeRequest:
         """Check and tokenize a request; nothing is sent.
@@ -258,11 +263,9 @@ class LLMEngine:
         *,
         waited_s: float = 0.0,
     ) -> str:
-        """Send a request that was processed; its id."""
+        """Send a request that was processed; its id. `load_lora` has seen to its adapter."""
         with self.interrupts:
             self._check_health()
-            if lora_request is not None:
-                self._add_missing_lora(lora_request)
             if isinstance(processed, ProcessedRequest):
                 open_request = _OpenRequest(processed, lora_request, self._news)
                 added = self._frontend.add(processed, open_request, waited_s=waited_s)
@@ -379,14 +382,34 @@ class LLMEngine:
         if any(each.name == lora_request.lora_name for each in self._infos()):
             return False
         _run(self._operations.add_lora(lora_request.lora_name, lora_request.lora_path))
-        self._lora_names[lora_request.lora_int_id] = lora_request.lora_name
+        self._loras[lora_request.lora_name] = lora_request
         return True
+
+    def load_lora(self, lora_request: LoRARequest) -> None:
+        """Read an adapter where it is not there.
+
+        Raises:
+            RequestError: one of this name is there, and it is another.
+        """
+        name = lora_request.lora_name
+        num_places = self._config.max_cpu_loras or self._config.max_loras
+        if self._loras.get(name) == lora_request and len(self._loras) <= num_places:
+            return  # None can have been evicted.
+        for each in self._infos():
+            if each.name != name:
+                continue
+            if lora_request.lora_path and each.path != lora_request.lora_path:
+                raise RequestError(f"There is another adapter {name!r}, from {each.path}.", param="lora_request")
+            self._loras[name] = lora_request
+            return
+        self.add_lora(lora_request)
 
     def remove_lora(self, lora: int | str) -> bool:
         """Refuse further requests of the adapter with this number or name. False where there is none."""
         name = self._loaded_lora(lora)
         if name is not None:
             _run(self._operations.remove_lora(name))
+            self._loras.pop(name, None)
         return name is not None
 
     def pin_lora(self, lora: int | str) -> bool:
@@ -398,8 +421,8 @@ class LLMEngine:
 
     def list_loras(self) -> set[int]:
         """The numbers of the adapters that requests may name, as the requests that brought them gave them."""
-        names = {each.name for each in self._infos()}
-        return {number for number, name in self._lora_names.items() if name in names}
+        known = self._loras
+        return {known[each.name].lora_int_id for each in self._infos() if each.name in known}
 
     def collective_rpc(
         self,
@@ -467,27 +490,13 @@ class LLMEngine:
     def _operations(self) -> "_Operations":
         return _Operations(self)
 
-    @property
-    def _lora_names(self) -> dict[int, str]:
-        return self._news.lora_names
-
     def _infos(self) -> tuple[LoRAInfo, ...]:
         return _run(self._operations.list_loras())
 
     def _loaded_lora(self, lora: int | str) -> str | None:
-        name = self._lora_names.get(lora) if isinstance(lora, int) else lora
+        number_names = {each.lora_int_id: name for name, each in self._loras.items()}
+        name = number_names.get(lora) if isinstance(lora, int) else lora
         return name if any(each.name == name for each in self._infos()) else None
-
-    def _add_missing_lora(self, lora_request: LoRARequest) -> None:
-        name = lora_request.lora_name
-        for each in self._infos():
-            if each.name != name:
-                continue
-            if lora_request.lora_path and each.path != lora_request.lora_path:
-                raise RequestError(f"There is another adapter {name!r}, from {each.path}.", param="lora_request")
-            self._lora_names.setdefault(lora_request.lora_int_id, name)
-            return
-        self.add_lora(lora_request)
 
     def _check_health(self) -> None:
         if self._frontend.dead_error is not None:
@@ -555,8 +564,6 @@ class _News:
     """Those without a last output, by the caller's id."""
     changed: dict["_OpenRequest | _OpenEncodeRequest", None] = attrs.field(factory=dict)  # pyright: ignore[reportUnknownVariableType]
     """Those with something new, in the order in which it came."""
-    lora_names: dict[int, str] = attrs.field(factory=dict[int, str])
-    """Names by the numbers that vLLM's scripts give adapters."""
 
 
 class _OpenRequest:
