@@ -207,13 +207,20 @@ function patchChildren(parent, fresh, first) {
 
 /** Whether `old` could be made equal to `fresh`. */
 function patchNode(old, fresh) {
+  if (old.isEqualNode(fresh)) return true;
   if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName) return false;
   if (old.nodeType === Node.TEXT_NODE) {
     if (fresh.data.startsWith(old.data)) old.appendData(fresh.data.slice(old.data.length));
     else old.data = fresh.data;
     return true;
   }
-  if (!old.cloneNode(false).isEqualNode(fresh.cloneNode(false))) return false;
+  if (!haveEqualAttributes(old, fresh)) return false;
   patchChildren(old, fresh, 0);
   return true;
+}
+
+function haveEqualAttributes(one, other) {
+  const names = one.getAttributeNames();
+  if (names.length !== other.getAttributeNames().length) return false;
+  return names.every((name) => one.getAttribute(name) === other.getAttribute(name));
 }

@@ -110,8 +110,9 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(installed)}
 
     program = (
-        "import importlib.util, trioengine, trioengine_kernels, trioengine.worker\n"
+        "import importlib.util, trioengine, trioengine_kernels, trioengine.server.page, trioengine.worker\n"
         "assert importlib.util.find_spec('kernels') is None\n"
+        "trioengine.server.page.page_blueprint()\n"
         "print(trioengine.__file__, trioengine_kernels.__file__)"
     )
     loaded = subprocess.run(

@@ -222,6 +222,11 @@ class ServerConfig:
             " leaves, and unknown fields."
         ),
     )
+    web_page: bool = attrs.field(
+        default=True,
+        validator=flag(),
+        metadata=documented("Serve the chat page at /."),
+    )
     enable_admin: bool = attrs.field(
         default=False,
         validator=flag(),

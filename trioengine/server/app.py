@@ -1,4 +1,4 @@
-"""The application that `trioengine serve` serves: OpenAI's routes, and OpenAI's errors everywhere else too."""
+"""The application that `trioengine serve` serves: OpenAI's routes, the chat page, OpenAI's errors everywhere else."""
 
 import trio
 from quart_trio import QuartTrio
@@ -6,6 +6,7 @@ from quart_trio import QuartTrio
 from trioengine.client.interface import EngineClient
 from trioengine.config.server import ServerConfig
 from trioengine.server.blueprint import handle_error, openai_blueprint
+from trioengine.server.page import page_blueprint
 from trioengine.server.responses import Responses
 from trioengine.server.routes.context import MetricsSource
 
@@ -28,5 +29,7 @@ def create_app(
     app.register_blueprint(
         openai_blueprint(engine, config, shutdown=shutdown, stop=stop, metrics=metrics, responses=responses)
     )
+    if config is None or config.web_page:
+        app.register_blueprint(page_blueprint())
     app.register_error_handler(Exception, handle_error)
     return app
