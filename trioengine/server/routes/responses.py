@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -15,7 +15,7 @@ from quart.wrappers.response import ResponseBody
 from trioengine.errors import RequestError
 from trioengine.openai.admin_protocol import parse_query
 from trioengine.openai.responses.events import Event, ResponseEvents, new_response_id
-from trioengine.openai.responses.items import ItemReference, item_fields
+from trioengine.openai.responses.items import Item, ItemReference, item_fields
 from trioengine.openai.responses.protocol import (
     InputItemsQuery,
     Order,
@@ -60,9 +60,20 @@ class KeptEvents:
         self._responses = responses
         self._planned = planned
 
+    @property
+    def response_id(self) -> str:
+        """Of the response."""
+        return self._planned.state.id
+
     def begin(self) -> Sequence[Event]:
         """Before anything is known of the answer."""
         return self._planned.state.begin()
+
+    def complete_empty(self) -> Sequence[Event]:
+        """Of a response without an answer."""
+        events = self._planned.state.complete_empty()
+        self._keep()
+        return events
 
     def feed(self, output: RequestOutput) -> Sequence[Event]:
         """Of an output."""
@@ -127,9 +138,20 @@ async def create_response(context: ServerContext) -> Response:
 
 
 async def plan_response(
-    context: ServerContext, body: ResponseRequest, head: RequestHead, owner: str
+    context: ServerContext,
+    body: ResponseRequest,
+    head: RequestHead,
+    owner: str,
+    recent: Mapping[str, Sequence[Item]] | None = None,
 ) -> PlannedResponse:
     """What the engine is to be asked for.
+
+    Args:
+        context: of the application.
+        body: of the request.
+        head: its headers.
+        owner: whose stored responses it may go on from.
+        recent: conversations that it may go on from too, by the id of the response.
 
     Raises:
         RequestError: the body cannot be honoured.
@@ -139,7 +161,11 @@ async def plan_response(
     if body.background:
         context.responses.check_background()
     references = [item.id for item in body.input if isinstance(item, ItemReference)]
-    earlier = context.responses.conversation(body.previous_response_id, owner)
+    previous_id = body.previous_response_id
+    if recent is not None and previous_id is not None and previous_id in recent:
+        earlier = recent[previous_id]
+    else:
+        earlier = context.responses.conversation(previous_id, owner)
     known_items = context.responses.known_items(references, owner)
     plan = response_to_generate(body, head.id, context.chat, earlier, known_items)
     context.engine.check_admission(1)
