@@ -20,6 +20,7 @@ from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
 from hypercorn.typing import H11SendableEvent
 
+from trioengine.server.handlers import Handlers
 from trioengine.server.websocket import WebSocketStream
 
 _REQUEST_HEADER_FIELDS_TOO_LARGE = 431
@@ -127,7 +128,7 @@ class Http1Protocol(H11Protocol):
         assert isinstance(self.connection, h11.Connection)
         stream = WebSocketStream(
             self.app,
-            self.task_group.spawn,
+            cast(Handlers, self.task_group).spawn,
             self.stream_send,
             stream_id=STREAM_ID,
             is_tls=self.ssl,

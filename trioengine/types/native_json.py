@@ -91,9 +91,12 @@ def reply_from_json(call: Call[R], value: object) -> R:
         raise CodecError(f"Not a reply to {type(call).__name__}: {error!r}"[:500]) from error
 
 
-def output_to_json(output: RequestOutput) -> bytes:
-    """An output without what all outputs of a request have in common: `request_id` and `prompt_token_ids`."""
-    if output.prompt_logprobs is None and output.weight_version is None:
+def output_to_json(output: RequestOutput, *, with_prompt: bool = False) -> bytes:
+    """An output without what all outputs of a request have in common: `request_id` and `prompt_token_ids`.
+
+    `with_prompt` is for the first one: it has the latter.
+    """
+    if output.prompt_logprobs is None and output.weight_version is None and not with_prompt:
         choices = b",".join([_choice_to_json(choice) for choice in output.outputs])
         cached = b',"num_cached_tokens":%d' % output.num_cached_tokens if output.num_cached_tokens else b""
         finished = b"true" if output.finished else b"false"
@@ -104,12 +107,14 @@ def output_to_json(output: RequestOutput) -> bytes:
             cached,
         )
     fields = to_json(output)
-    del fields["request_id"], fields["prompt_token_ids"]
+    del fields["request_id"]
+    if not with_prompt:
+        del fields["prompt_token_ids"]
     return dumps(fields)
 
 
 def output_from_json(value: Mapping[str, Any], request_id: str, prompt_token_ids: tuple[int, ...]) -> RequestOutput:
-    """The output of this request that `output_to_json` was given.
+    """The output of this request that `output_to_json` was given. Tokens of the prompt in it win.
 
     Raises:
         CodecError: it is none.
@@ -119,9 +124,10 @@ def output_from_json(value: Mapping[str, Any], request_id: str, prompt_token_ids
         prompt_logprobs = value.get("prompt_logprobs")
         if prompt_logprobs is not None:
             prompt_logprobs = tuple([None if each is None else _position(each) for each in prompt_logprobs])
+        own_prompt = value.get("prompt_token_ids")
         return RequestOutput(
             request_id,
-            prompt_token_ids,
+            prompt_token_ids if own_prompt is None else tuple(own_prompt),
             choices,
             value["finished"],
             value["num_generated_tokens"],

@@ -1,0 +1,76 @@
+"""A remote engine keeps the promises of `EngineClient`: over `serve()`, and over trio-websocket alone."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from trioengine.client.engine import Engine
+from trioengine.client.interface import EngineClient
+from trioengine.client.remote import RemoteEngine, open_remote
+from trioengine.config.server import ServerConfig
+from trioengine.core.engine_core import EngineCore
+from trioengine.server.app import create_app
+from trioengine.server.ws_endpoint import serve_stream
+from trioengine.testing.engine_conformance import CHECKS, OPERATION_CHECKS, Subject
+from trioengine.testing.fake_core import BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, fake_core_config, fake_ready
+from trioengine.testing.fake_executor import FakeExecutor, new_weight
+from trioengine.testing.http_server import open_server
+from trioengine.testing.scripted_core import Script
+from trioengine.testing.scripted_engine import open_scripted_engine
+from trioengine.types.messages import CheckIntegrity
+from trioengine.types.params import SamplingParams
+
+SERVERS = ("serve", "trio-websocket")
+
+
+@asynccontextmanager
+async def open_remote_of(engine: EngineClient, server: str) -> AsyncGenerator[RemoteEngine, None]:
+    config = ServerConfig(port=0, enable_admin=True)
+    if server == "serve":
+        async with open_server(create_app(engine, config), config) as running, open_remote(running.url) as remote:
+            yield remote
+        return
+    async with trio.open_nursery() as nursery:
+        urls = await nursery.start(serve_stream, engine, config)
+        async with open_remote(urls[0]) as remote:
+            yield remote
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_everything_of_a_scripted_core(server: str) -> None:
+    """All checks on one engine and one connection, one after the other."""
+    async with open_scripted_engine(Script(pace_s=0.001, num_cached_tokens=3)) as scripted:
+        async with open_remote_of(scripted.engine, server) as remote:
+            for check in CHECKS:
+                await check(Subject(remote, remote))
+        assert scripted.frontend.num_open_requests == 0
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_everything_of_an_engine_core(server: str) -> None:
+    """Operations too, over the real core."""
+    executor = FakeExecutor(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, max_loras=fake_core_config().max_loras
+    )
+    core = EngineCore(fake_core_config(), executor, clock=trio.current_time)
+    async with open_scripted_engine(Script(pace_s=0.0005), core, fake_ready()) as scripted:
+        async with open_remote_of(scripted.engine, server) as remote:
+            for check in (*CHECKS, *OPERATION_CHECKS):
+                await check(subject_of(scripted.engine, remote))
+            await remote.call(CheckIntegrity())
+        assert scripted.frontend.num_open_requests == 0
+
+
+def subject_of(engine: Engine, remote: RemoteEngine) -> Subject:
+    assert remote.model_name == engine.model_name
+    sampling = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
+    return Subject(
+        remote,
+        remote,
+        sampling,
+        SamplingParams(seed=1, max_tokens=100_000, ignore_eos=True),
+        new_weights=(new_weight(7),),
+    )

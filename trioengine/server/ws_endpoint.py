@@ -1,0 +1,230 @@
+"""`/v1/stream` without an HTTP server: over trio-websocket, in a nursery of the application's own.
+
+    async with open_engine() as engine, trio.open_nursery() as nursery:
+        await nursery.start(serve_stream, engine, ServerConfig(port=8001))
+
+The same protocol, the same rules of keys, origins and hosts. One connection's fault is its own here too: the server
+that trio-websocket has would end with it.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
+
+import trio
+import trio_websocket
+from hypercorn.typing import WebsocketScope
+
+from trioengine.client.interface import EngineClient
+from trioengine.config.server import ServerConfig
+from trioengine.errors import AuthenticationError, NotFoundError, RequestError
+from trioengine.openai.errors import error_reply
+from trioengine.openai.stream_protocol import CloseCode
+from trioengine.server.access import AccessRules, caller_of
+from trioengine.server.listeners import bind_listeners, close_listeners, is_loopback
+from trioengine.server.routes.context import ServerContext
+from trioengine.server.stream_connection import StreamConnection
+from trioengine.server.stream_requests import StreamRequests
+from trioengine.server.tls import load_tls
+from trioengine.server.websocket import PING_INTERVAL_S
+from trioengine.server.websocket_routes import stream_limits
+from trioengine.types.stream_messages import STREAM_PATH
+
+_BACKLOG = 1024
+_SCOPE = cast(WebsocketScope, {"type": "websocket"})
+
+logger = logging.getLogger(__name__)
+
+
+async def serve_stream(
+    engine: EngineClient,
+    config: ServerConfig | None = None,
+    *,
+    shutdown: trio.Event | None = None,
+    stop: trio.Event | None = None,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve `/v1/stream` over this engine until `shutdown` is set and the last request has ended.
+
+    Cancelling ends everything at once, and aborts what runs.
+
+    Args:
+        config: the address, keys, origins and limits of the server; what is about HTTP has no meaning.
+        shutdown: once it is set, nothing more is accepted, and each connection closes (1001) behind its last request.
+        stop: once it is set, the requests that run end with an error.
+        task_status: gets the addresses as URLs once connections are accepted.
+
+    Raises:
+        ServerStartError: the address cannot be bound.
+    """
+    config = ServerConfig() if config is None else config
+    shutdown = trio.Event() if shutdown is None else shutdown
+    tls = load_tls(config)
+    sockets = await bind_listeners(config)
+    try:
+        context = ServerContext(engine, config, shutdown, stop)
+        serve_one = stream_handler(context, AccessRules(config, is_loopback=is_loopback(sockets)))
+        listeners: list[trio.SocketListener | trio.SSLListener[trio.SocketStream]] = []
+        for sock in sockets:
+            sock.listen(_BACKLOG)
+            listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
+            listeners.append(listener if tls is None else trio.SSLListener(listener, tls))
+        scheme = "ws" if tls is None else "wss"
+        limit = trio.CapacityLimiter(config.max_connections)
+
+        async def serve_guarded(stream: trio.abc.Stream) -> None:
+            try:
+                async with limit:
+                    await serve_one(stream)
+            except* Exception:
+                # A border: a client can provoke errors in protocol code, and the others have nothing to do with it.
+                logger.warning("A connection ended because of an error", exc_info=True)
+            finally:
+                await trio.aclose_forcefully(stream)
+
+        async with trio.open_nursery() as connections:  # noqa: SIM117
+            async with trio.open_nursery() as accepting:
+                accept = functools.partial(trio.serve_listeners, handler_nursery=connections)
+                await accepting.start(accept, serve_guarded, listeners)
+                task_status.started([f"{scheme}://{_name(sock.getsockname())}" for sock in sockets])
+                await shutdown.wait()
+                accepting.cancel_scope.cancel()
+    finally:
+        close_listeners(sockets)
+
+
+def stream_handler(context: ServerContext, rules: AccessRules) -> Callable[[trio.abc.Stream], Awaitable[None]]:
+    """What serves one connection that a listener of the application's own has accepted, to its end.
+
+    It raises what goes wrong in the connection, in a group.
+    """
+    requests = StreamRequests(context)
+
+    async def handle(stream: trio.abc.Stream) -> None:
+        async with trio.open_nursery() as nursery:
+            with trio.fail_after(context.config.header_timeout_s):
+                upgrade = await trio_websocket.wrap_server_stream(
+                    nursery,
+                    stream,
+                    message_queue_size=8,
+                    max_message_size=context.config.max_body_bytes,
+                    receive_buffer_size=65536,
+                )
+                accepted = await _accept(upgrade, rules)
+            if accepted is not None:
+                websocket, has_key = accepted
+                transport = _Transport(websocket)
+                if has_key or await transport.receive_key(rules, context.config.header_timeout_s):
+                    nursery.start_soon(_ping, websocket, nursery.cancel_scope)
+                    await _serve(transport, context, requests)
+            nursery.cancel_scope.cancel()
+
+    return handle
+
+
+async def _serve(transport: "_Transport", context: ServerContext, requests: StreamRequests) -> None:
+    connection = StreamConnection(
+        transport,
+        requests.answer,
+        context.engine.abort,
+        model_name=context.engine.model_name,
+        limits=stream_limits(context),
+        shutdown=context.shutdown,
+        stop=context.stop,
+    )
+    try:
+        await connection.run()
+    except* Exception:
+        # A border: the client is told before the connection ends.
+        logger.exception("A connection failed")
+        await transport.close(CloseCode.INTERNAL_ERROR, "The server failed.")
+
+
+async def _accept(
+    upgrade: trio_websocket.WebSocketRequest, rules: AccessRules
+) -> tuple[trio_websocket.WebSocketConnection, bool] | None:
+    """The WebSocket, and whether its key is known; None where it may not be."""
+    caller = caller_of([(name.lower(), value) for name, value in upgrade.headers])
+    error: RequestError | None = rules.check_caller(_SCOPE, caller)
+    if error is None and upgrade.path.partition("?")[0] != STREAM_PATH:
+        error = NotFoundError("There is nothing at this address.")
+    if error is None and caller.authorization is not None and rules.needs_key:
+        error = None if rules.is_key(caller.authorization) else AuthenticationError("The API key is wrong.")
+    if error is None:
+        return await upgrade.accept(), caller.authorization is not None or not rules.needs_key
+    reply = error_reply(error)
+    await upgrade.reject(reply.status, extra_headers=[(b"content-type", b"application/json")], body=reply.body)
+    return None
+
+
+class _Transport:
+    """A `stream_connection.MessageTransport` over trio-websocket."""
+
+    def __init__(self, websocket: trio_websocket.WebSocketConnection) -> None:
+        self._websocket = websocket
+        self._first: str | bytes | None = None
+
+    async def receive_key(self, rules: AccessRules, timeout_s: float) -> bool:
+        """Whether the first message has an `api_key` of this server's. Else it is closed."""
+        with trio.move_on_after(timeout_s):
+            self._first = await self.receive()
+        try:
+            fields = json.loads(self._first or "")
+        except (ValueError, RecursionError):
+            fields = None
+        key = cast("dict[str, object]", fields).get("api_key") if isinstance(fields, dict) else None
+        if isinstance(key, str) and rules.is_key(b"Bearer " + key.encode("utf-8", "replace")):
+            return True
+        await self.close(
+            CloseCode.POLICY_VIOLATION, "The first message must be an object with an api_key of this server's."
+        )
+        return False
+
+    async def receive(self) -> str | bytes | None:
+        """The next message; None once the client has gone."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            await trio.lowlevel.checkpoint()
+            return first
+        try:
+            return await self._websocket.get_message()
+        except trio_websocket.ConnectionClosed:
+            return None
+
+    async def send(self, texts: Sequence[bytes]) -> None:
+        """Send these messages. Does nothing once the client has gone."""
+        try:
+            for text in texts:
+                await self._websocket.send_message(text.decode())
+        except trio_websocket.ConnectionClosed:
+            await trio.lowlevel.checkpoint()
+
+    async def close(self, code: int, reason: str) -> None:
+        """Close, and wait for the client's own closing, for a while."""
+        with trio.move_on_after(5.0):
+            await self._websocket.aclose(code, reason[:120])
+
+
+async def _ping(websocket: trio_websocket.WebSocketConnection, connection_scope: trio.CancelScope) -> None:
+    """End the connection of a client that does not answer."""
+    while True:
+        await trio.sleep(PING_INTERVAL_S)
+        with trio.move_on_after(PING_INTERVAL_S) as waiting:
+            try:
+                await websocket.ping()
+            except trio_websocket.ConnectionClosed:
+                return
+        if waiting.cancelled_caught:
+            with trio.move_on_after(1.0):
+                await websocket.aclose(CloseCode.INTERNAL_ERROR, "A ping was not answered.")
+            connection_scope.cancel()
+            return
+
+
+def _name(name: object) -> str:
+    if isinstance(name, tuple):
+        host, port = cast("tuple[str, int]", name)[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(name)
