@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import attrs
 import trio
@@ -134,7 +134,7 @@ class Traffic:
     expected: Expected = fake_tokens
     prompts: Sequence[Sequence[int]] | None = None
     """Only these, where others' tokens are not known."""
-    has_aborting_pauses: bool = False
+    has_aborts: bool = False
     """Somebody ends all requests now and then."""
     is_excused: Callable[[Exception], bool] = lambda _: False
     is_stopping: bool = False
@@ -169,12 +169,10 @@ class Traffic:
         frontend: Any = self.engine._frontend  # pyright: ignore[reportPrivateUsage]
         assert frontend.num_open_requests == 0
         for core in range(frontend.num_cores):
-            for _ in range(MAX_IDLE_LOADS):
-                load = await load_of(self.engine, core)
-                if not load.running and not load.waiting:
-                    break
-            else:
-                raise AssertionError(f"core {core} still has {load}")
+            num_asked = 0
+            while (load := await load_of(self.engine, core)).running or load.waiting:
+                num_asked += 1
+                assert num_asked < MAX_IDLE_LOADS, f"core {core} still has {load}"
         await self.check_books()
         await self.engine.call(CheckIntegrity())
 
@@ -266,7 +264,7 @@ class Traffic:
                 assert read == list(right[: len(read)]), f"{read}, not {right}, after {output.prompt_token_ids}"
                 if output.finished:
                     if output.outputs[0].finish_reason is FinishReason.ABORT:
-                        assert self.has_aborting_pauses, "aborted by nobody"
+                        assert self.has_aborts, "aborted by nobody"
                     else:
                         assert len(read) == 5, f"the answer ended after {read}"
                     read = []
@@ -281,7 +279,7 @@ class Traffic:
             try:
                 output = await self.engine.encode(EncodeRequest(prompt))  # pyright: ignore[reportArgumentType]
             except EngineGenerateError:
-                assert self.has_aborting_pauses, "aborted by nobody"
+                assert self.has_aborts, "aborted by nobody"
                 return None
             assert output.data.tolist() == pooled_alone(prompt).tolist(), "another request's vector"
         return None
@@ -302,7 +300,7 @@ class Traffic:
     async def pause(self, chance: random.Random) -> None:
         """All cores, for a moment."""
         modes = [PauseMode.KEEP, PauseMode.WAIT]
-        if self.has_aborting_pauses:
+        if self.has_aborts:
             modes.append(PauseMode.ABORT)
         await self.engine.pause_generation(mode=chance.choice(modes), clear_cache=chance.random() < 0.5)
         await trio.sleep(chance.choice((0.0, 0.005)))
@@ -348,9 +346,10 @@ class Traffic:
                     if nap_s is not None:
                         await trio.sleep(nap_s)
             except EngineDeadError as error:
-                assert "no sign of life" not in str(error), "failed because a core was stopped for a while"
+                if "no sign of life" in str(error):
+                    raise AssertionError("It failed because a core was stopped for a while.") from error
                 raise
-        answers.check_end(may_be_aborted=may_be_aborted or self.has_aborting_pauses)
+        answers.check_end(may_be_aborted=may_be_aborted or self.has_aborts)
 
     def _request(self, chance: random.Random, **changes: Any) -> GenerateRequest:
         """One whose prompt and seed nobody else has, but whose beginning many share."""
@@ -401,11 +400,10 @@ def stall(duration_s: float) -> None:
     time.sleep(duration_s)
 
 
-def _leaves(error: BaseException) -> Sequence[Exception]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in _leaves(each)]
-    assert isinstance(error, Exception)
-    return [error]
+def _leaves(error: Exception) -> Sequence[Exception]:
+    if not isinstance(error, ExceptionGroup):
+        return [error]
+    return [leaf for each in cast("ExceptionGroup[Exception]", error).exceptions for leaf in _leaves(each)]
 
 
 async def _cancel_after(scope: trio.CancelScope, num_checkpoints: int) -> None:
@@ -414,7 +412,7 @@ async def _cancel_after(scope: trio.CancelScope, num_checkpoints: int) -> None:
     scope.cancel()
 
 
-async def _run_client(seed: str, has_aborting_pauses: str = "") -> int:
+async def _run_client(seed: str, has_aborts: bool) -> int:
     stdin = trio.lowlevel.FdStream(0)
     data = b""
     while not data.endswith(b"\n"):
@@ -426,7 +424,7 @@ async def _run_client(seed: str, has_aborting_pauses: str = "") -> int:
         return isinstance(error, (EngineDeadError, EngineClosedError))
 
     async with attach_engine(attachment) as engine:
-        traffic = Traffic(engine, seed, has_aborting_pauses=bool(has_aborting_pauses), is_excused=is_excused)
+        traffic = Traffic(engine, seed, has_aborts=has_aborts, is_excused=is_excused)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(traffic.run)
             print("started", flush=True)
@@ -440,4 +438,4 @@ async def _run_client(seed: str, has_aborting_pauses: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(trio.run(_run_client, *sys.argv[1:]))
+    sys.exit(trio.run(_run_client, sys.argv[1], len(sys.argv) > 2))

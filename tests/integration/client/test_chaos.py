@@ -171,7 +171,7 @@ async def open_scene(plan: Plan, model: str) -> AsyncGenerator[Scene, None]:
 
 async def _start_client(plan: Plan, attachment: Attachment) -> trio.Process:
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-P", "-m", chaos.MODULE, f"{plan.seed}-process", "yes" * plan.has_aborts],
+        [sys.executable, "-P", "-m", chaos.MODULE, f"{plan.seed}-process", *["aborts"] * plan.has_aborts],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -194,9 +194,9 @@ def _end_client(process: trio.Process) -> None:
     if process.poll() is None:
         process.kill()
         process._proc.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
+    streams: Any = (process.stdin, process.stdout, process.stderr)
+    for stream in streams:
+        stream.close()
 
 
 async def run_chaos(plan: Plan, model: str) -> list[Traffic]:
@@ -210,36 +210,38 @@ async def run_chaos(plan: Plan, model: str) -> list[Traffic]:
         return is_death and any(part in str(error) for part in excused)
 
     # Outside of the scene, so that tasks may go on while it ends.
-    async with trio.open_nursery() as workers, open_scene(plan, model) as scene:
-        traffics = [
-            Traffic(engine, f"{plan.seed}-{number}", has_aborting_pauses=plan.has_aborts, is_excused=is_excused)
-            for number, engine in enumerate(scene.engines)
-        ]
-        for number, acts in enumerate(plan.rounds, start=1):
-            scopes = [trio.CancelScope() for _ in traffics]
-            are_over = [trio.Event() for _ in traffics]
-            for each in zip(traffics, scopes, are_over, strict=True):
-                workers.start_soon(_run_traffic, *each)
-            for act, target, duration_s in acts:
-                await _act(scene, traffics, chance, act, target, duration_s, excused)
-            is_last = number == len(plan.rounds)
-            end = plan.end if is_last else chance.choice((End.DRAIN, End.CANCEL))
-            if end is End.CLOSE:
-                excused.extend(("closed", *DEATH))
-                break
-            if end in (End.KILL_CORE, End.KILL_STOPPED_CORE):
-                excused.extend(DEATH)
-                await _kill_core(scene, end, scene.core_pids[plan.victim % len(scene.core_pids)])
-            if end is End.KILL_CLIENT and scene.client is not None:
-                scene.client.kill()
-            if end is End.CANCEL:
-                for scope in scopes:
-                    scope.cancel()
-            await _end_workers(traffics, are_over)
-            if end not in (End.KILL_CORE, End.KILL_STOPPED_CORE):
-                with trio.fail_after(END_TIMEOUT_S):
-                    await _check_all_is_well(scene, traffics, end, is_last=is_last)
-    # Here the tasks have ended too, that the end of the scene has met.
+    async with trio.open_nursery() as workers:
+        async with open_scene(plan, model) as scene:
+            traffics = [
+                Traffic(engine, f"{plan.seed}-{number}", has_aborts=plan.has_aborts, is_excused=is_excused)
+                for number, engine in enumerate(scene.engines)
+            ]
+            for number, acts in enumerate(plan.rounds, start=1):
+                scopes = [trio.CancelScope() for _ in traffics]
+                are_over = [trio.Event() for _ in traffics]
+                for each in zip(traffics, scopes, are_over, strict=True):
+                    workers.start_soon(_run_traffic, *each)
+                for act, target, duration_s in acts:
+                    await _act(scene, traffics, chance, act, target, duration_s, excused)
+                is_last = number == len(plan.rounds)
+                end = plan.end if is_last else chance.choice((End.DRAIN, End.CANCEL))
+                if end is End.CLOSE:
+                    excused.extend(("closed", *DEATH))
+                    break
+                if end in (End.KILL_CORE, End.KILL_STOPPED_CORE):
+                    excused.extend(DEATH)
+                    await _kill_core(scene, end, scene.core_pids[plan.victim % len(scene.core_pids)])
+                if end is End.KILL_CLIENT and scene.client is not None:
+                    scene.client.kill()
+                if end is End.CANCEL:
+                    for scope in scopes:
+                        scope.cancel()
+                await _end_workers(traffics, are_over)
+                if end not in (End.KILL_CORE, End.KILL_STOPPED_CORE):
+                    with trio.fail_after(END_TIMEOUT_S):
+                        await _check_all_is_well(scene, traffics, end, is_last=is_last)
+        for traffic in traffics:
+            traffic.is_stopping = True
     return traffics
 
 
