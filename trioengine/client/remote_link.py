@@ -321,8 +321,7 @@ def _connect_error(error: Exception | None, address: ServerAddress) -> TrioEngin
     return PeerUnreachableError(f"There is no engine at {address.url}: {error!r}"[:500])
 
 
-def _leaf(group: BaseExceptionGroup[BaseException]) -> Exception:
-    error: BaseException = group
+def _leaf(error: BaseException) -> Exception:
     while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+        error = cast(Any, error).exceptions[0]
     return cast(Exception, error)
