@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import attrs
@@ -16,33 +16,30 @@ import attrs
 from trioengine.checkpoint.generation import GenerationDefaults, read_generation_defaults
 from trioengine.checkpoint.locate import ModelLocation, resolve_model
 from trioengine.client.blocking import HEALTH_INTERVAL_S, BlockingClient, InprocClient, SyncMPClient
+from trioengine.client.blocking_operations import BlockingOperations
 from trioengine.client.interrupts import Interrupts
 from trioengine.client.llm_inputs import EngineArgs, LoRARequest, PromptLike, cache_salt_of, to_prompt
-from trioengine.client.llm_outputs import PoolingRequestOutput, RequestOutput, pooling_request_output, request_output
-from trioengine.client.operations import EngineOperations, JsonValue
+from trioengine.client.llm_outputs import PoolingRequestOutput, RequestOutput
+from trioengine.client.llm_requests import News, OpenEncodeRequest, OpenRequest
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
 from trioengine.core.executor import Executor
-from trioengine.errors import ConfigError, EngineClosedError, RequestError, TrioEngineError
+from trioengine.errors import ConfigError, EngineClosedError, TrioEngineError
 from trioengine.frontend.frontend import AddedRequest, Frontend, PendingCall
 from trioengine.frontend.input_processor import InputProcessor, ProcessedEncodeRequest, ProcessedRequest
-from trioengine.frontend.logprobs import LogprobEntry
-from trioengine.frontend.parent_request import ParentRequest
-from trioengine.frontend.pending_output import new_pending_output, next_pending_output, output_builder
 from trioengine.observability.loggers import StatLoggerFactory, make_stat_loggers
-from trioengine.observability.stats import FinishedRequestStats, StatLogger
+from trioengine.observability.stats import StatLogger
 from trioengine.runtime.core_handle import CORE_MODULE
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from trioengine.types.messages import Call, LoRAInfo, ModelFacts, PauseMode, Ready, StartWave
-from trioengine.types.output import FinishReason
-from trioengine.types.params import RequestOutputKind, SamplingParams
-from trioengine.types.pooling import EncodeRequest, PoolingOutput, PoolingParams
+from trioengine.types.messages import Call, ModelFacts, Ready, StartWave
+from trioengine.types.params import SamplingParams
+from trioengine.types.pooling import EncodeRequest, PoolingParams
 from trioengine.types.request import Deadlines, GenerateRequest, Prompt
 
 R = TypeVar("R")
 
 
-class LLMEngine:
+class LLMEngine(BlockingOperations):
     """An engine that computes while it is stepped. It holds the model's memory until `close`, or until it is dropped.
 
     Raises of every call:
@@ -72,6 +69,7 @@ class LLMEngine:
         Raises:
             ConfigError, CheckpointError, EngineStartError: the engine cannot start. Nothing is left behind.
         """
+        super().__init__()
         config = EngineConfig() if config is None else config
         num_cores = len(config.local_ranks)
         if multiprocess is None:
@@ -125,9 +123,7 @@ class LLMEngine:
             self, _close, os.getpid(), self._client, self._frontend, self.interrupts, self._stat_loggers
         )
         self._input_processor = InputProcessor(self._tokenizer, self._client.ready.model)
-        self._news = _News()
-        self._loras: dict[str, LoRARequest] = {}
-        """Those that were read for requests, by name."""
+        self._news = News()
         self._outputs: list[RequestOutput | PoolingRequestOutput] = []
         """Those that `step` has not returned yet."""
         self._errors: deque[tuple[str, TrioEngineError]] = deque()
@@ -187,10 +183,6 @@ class LLMEngine:
         if not isinstance(self._client, InprocClient):
             raise AttributeError("The core is in another process (multiprocess).")
         return self._client.model_executor
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for: "generate", and the names of `PoolingTask`s."""
-        return self._operations.get_supported_tasks()
 
     # Requests
 
@@ -267,10 +259,10 @@ class LLMEngine:
         with self.interrupts:
             self._check_health()
             if isinstance(processed, ProcessedRequest):
-                open_request = _OpenRequest(processed, lora_request, self._news)
+                open_request = OpenRequest(processed, lora_request, self._news)
                 added = self._frontend.add(processed, open_request, waited_s=waited_s)
             else:
-                open_request = _OpenEncodeRequest(processed, self._news)
+                open_request = OpenEncodeRequest(processed, self._news)
                 added = self._frontend.add_encode(processed, open_request, waited_s=waited_s)
             open_request.state = added.state
             self._news.open.setdefault(processed.external_id, {})[open_request] = None
@@ -345,111 +337,6 @@ class LLMEngine:
                 self._advance()
             return call.combine([reply.value() for reply in replies])
 
-    def reset_prefix_cache(self) -> bool:
-        """As `EngineOperations.reset_prefix_cache`."""
-        return _run(self._operations.reset_prefix_cache())
-
-    def reset_mm_cache(self) -> None:
-        """As `EngineOperations.reset_mm_cache`."""
-        _run(self._operations.reset_mm_cache())
-
-    def sleep(self, level: int = 1, mode: PauseMode | str = PauseMode.ABORT) -> None:
-        """As `EngineOperations.sleep`."""
-        _run(self._operations.sleep(level, mode))
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """As `EngineOperations.wake_up`."""
-        _run(self._operations.wake_up(tags))
-
-    def is_sleeping(self) -> bool:
-        """As `EngineOperations.is_sleeping`."""
-        return _run(self._operations.is_sleeping())
-
-    def is_paused(self) -> bool:
-        """As `EngineOperations.is_paused`."""
-        return _run(self._operations.is_paused())
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """As `EngineOperations.start_profile`."""
-        _run(self._operations.start_profile(profile_prefix))
-
-    def stop_profile(self) -> str:
-        """As `EngineOperations.stop_profile`."""
-        return _run(self._operations.stop_profile())
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter. False where there is one of this name already."""
-        if any(each.name == lora_request.lora_name for each in self._infos()):
-            return False
-        _run(self._operations.add_lora(lora_request.lora_name, lora_request.lora_path))
-        self._loras[lora_request.lora_name] = lora_request
-        return True
-
-    def load_lora(self, lora_request: LoRARequest) -> None:
-        """Read an adapter where it is not there.
-
-        Raises:
-            RequestError: one of this name is there, and it is another.
-        """
-        name = lora_request.lora_name
-        num_places = self._config.max_cpu_loras or self._config.max_loras
-        if self._loras.get(name) == lora_request and len(self._loras) <= num_places:
-            return  # None can have been evicted.
-        for each in self._infos():
-            if each.name != name:
-                continue
-            if lora_request.lora_path and each.path != lora_request.lora_path:
-                raise RequestError(f"There is another adapter {name!r}, from {each.path}.", param="lora_request")
-            self._loras[name] = lora_request
-            return
-        self.add_lora(lora_request)
-
-    def remove_lora(self, lora: int | str) -> bool:
-        """Refuse further requests of the adapter with this number or name. False where there is none."""
-        name = self._loaded_lora(lora)
-        if name is not None:
-            _run(self._operations.remove_lora(name))
-            self._loras.pop(name, None)
-        return name is not None
-
-    def pin_lora(self, lora: int | str) -> bool:
-        """Keep the adapter with this number or name in memory. False where there is none."""
-        name = self._loaded_lora(lora)
-        if name is not None:
-            _run(self._operations.pin_lora(name))
-        return name is not None
-
-    def list_loras(self) -> set[int]:
-        """The numbers of the adapters that requests may name, as the requests that brought them gave them."""
-        known = self._loras
-        return {known[each.name].lora_int_id for each in self._infos() if each.name in known}
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[JsonValue] = (),
-        kwargs: Mapping[str, JsonValue] | None = None,
-    ) -> list[JsonValue]:
-        """Run a method of every worker that is marked for it; their results, rank by rank. `timeout` is not kept.
-
-        Raises:
-            RequestError: the method is not marked, or does not take these arguments.
-        """
-        del timeout
-        if args:
-            raise RequestError("Arguments of collective_rpc have names: use kwargs.", param="args")
-        return list(_run(self._operations.collective_rpc(method, **(kwargs or {}))))
-
-    @property
-    def operations(self) -> EngineOperations:
-        """All operations, as coroutines that never wait for an event loop: `run_operation` runs one."""
-        return self._operations
-
-    def run_operation(self, operation: Coroutine[Any, Any, R]) -> R:
-        """The result of one of `operations`' methods, such as `update_weights`."""
-        return _run(operation)
-
     # Statistics and health
 
     @property
@@ -470,7 +357,7 @@ class LLMEngine:
             EngineClosedError: the engine was closed.
         """
         with self.interrupts:
-            self._check_health()
+            self._client.check_health()
 
     # The end
 
@@ -485,18 +372,6 @@ class LLMEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _operations(self) -> "_Operations":
-        return _Operations(self)
-
-    def _infos(self) -> tuple[LoRAInfo, ...]:
-        return _run(self._operations.list_loras())
-
-    def _loaded_lora(self, lora: int | str) -> str | None:
-        number_names = {each.lora_int_id: name for name, each in self._loras.items()}
-        name = number_names.get(lora) if isinstance(lora, int) else lora
-        return name if any(each.name == name for each in self._infos()) else None
 
     def _check_health(self) -> None:
         if self._frontend.dead_error is not None:
@@ -542,125 +417,6 @@ class LLMEngine:
             self.do_log_stats()
 
 
-class _Operations(EngineOperations):
-    """The operations over a blocking `call`: their coroutines never wait."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-
-    @property
-    def model_config(self) -> ModelFacts:
-        return self._engine.model_config
-
-    async def call(self, call: Call[R]) -> R:
-        return self._engine.call(call)
-
-
-@attrs.define(eq=False)
-class _News:
-    """What requests tell their engine, which they do not know: dropping it is the end of it at once."""
-
-    open: dict[str, dict["_OpenRequest | _OpenEncodeRequest", None]] = attrs.field(factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    """Those without a last output, by the caller's id."""
-    changed: dict["_OpenRequest | _OpenEncodeRequest", None] = attrs.field(factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    """Those with something new, in the order in which it came."""
-
-
-class _OpenRequest:
-    """A request for text: a `frontend.sink.Sink` that makes outputs of what it was given."""
-
-    def __init__(self, processed: ProcessedRequest, lora_request: LoRARequest | None, news: _News) -> None:
-        sampling = processed.sampling
-        kind = sampling.output_kind
-        self.request_id = processed.external_id
-        self.state: ParentRequest | None = None
-        self.error: TrioEngineError | None = None
-        self.is_over = False
-        self._prompt = processed.prompt_text
-        self._lora_request = lora_request
-        self._news = news
-        self._is_final_only = kind is RequestOutputKind.FINAL_ONLY
-        self._interval = 0  # The first output comes at once.
-        self._next_interval = sampling.stream_interval or 1
-        self._builder = output_builder(processed, is_cumulative=kind is RequestOutputKind.CUMULATIVE)
-        self._pending = new_pending_output(sampling.n)
-
-    @property
-    def parent(self) -> ParentRequest:
-        """The front end's side of it."""
-        assert self.state is not None
-        return self.state
-
-    def put_prompt(self, num_cached_tokens: int, logprobs: Sequence[LogprobEntry]) -> None:
-        self._pending.put_prompt(num_cached_tokens, logprobs)
-
-    def put_weight_version(self, version: str) -> None:
-        self._pending.put_weight_version(version)
-
-    def put(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        finish_reason: FinishReason | None = None,
-        stop_reason: int | str | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        index: int = 0,
-    ) -> None:
-        self._pending.put(text, token_ids, finish_reason, stop_reason, logprobs, index)
-        self.is_over = self.is_over or (finish_reason is not None and self._pending.is_last)
-        if self.is_over or not self._is_final_only:
-            self._news.changed[self] = None
-
-    def fail(self, error: TrioEngineError) -> None:
-        if not self.is_over:
-            self.error, self.is_over = error, True
-            self._news.changed[self] = None
-
-    def take_output(self) -> RequestOutput | None:
-        pending = self._pending
-        if not pending.has_output and (self.error is not None or not self.is_over):
-            return None
-        if not self.is_over and not pending.has_at_least(self._interval):
-            return None
-        self._interval = self._next_interval
-        self._pending = next_pending_output(pending)
-        metrics: FinishedRequestStats | None = None
-        output = self._builder.build(pending)
-        if output.finished:
-            metrics = self.parent.finished_stats(_reason(output.outputs), time.monotonic())
-        return request_output(output, self._prompt, metrics, self._lora_request)
-
-
-class _OpenEncodeRequest:
-    """A request for vectors."""
-
-    def __init__(self, processed: ProcessedEncodeRequest, news: _News) -> None:
-        self.request_id = processed.external_id
-        self.state: ParentRequest | None = None
-        self.error: TrioEngineError | None = None
-        self.is_over = False
-        self._task = processed.pooling.task
-        self._news = news
-        self._output: PoolingOutput | None = None
-
-    @property
-    def parent(self) -> ParentRequest:
-        """The front end's side of it."""
-        assert self.state is not None
-        return self.state
-
-    def put(self, output: PoolingOutput) -> None:
-        self._output, self.is_over = output, True
-        self._news.changed[self] = None
-
-    def fail(self, error: TrioEngineError) -> None:
-        self.error, self.is_over = error, True
-        self._news.changed[self] = None
-
-    def take_output(self) -> PoolingRequestOutput | None:
-        return None if self._output is None else pooling_request_output(self._output, self._task)
-
-
 class _Reply(Generic[R]):
     """The place where one call's reply arrives."""
 
@@ -679,19 +435,6 @@ class _Reply(Generic[R]):
         if self._error is not None:
             raise attrs.evolve(self._error)
         return cast(R, self._value)
-
-
-def _run(coroutine: Coroutine[Any, Any, R]) -> R:
-    """The result of a coroutine that never waits."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("an operation waited")
-
-
-def _reason(outputs: Sequence[Any]) -> str:
-    return next((str(output.finish_reason) for output in outputs if output.finish_reason is not None), "stop")
 
 
 def _find(model: str | None) -> ModelLocation:
