@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "frontend", help="everything but the model: a scripted core, ZeroMQ, detokenizing, delivery"
     )
     _add_counts(frontend, streams="streams at once", tokens="tokens of each stream")
-    frontend.add_argument("--mode", choices=("client", "http"), required=True, help="read in process, or over HTTP")
+    frontend.add_argument(
+        "--mode",
+        choices=("client", "http", "ws"),
+        required=True,
+        help="read in process, over HTTP, or over WebSockets, which streams share",
+    )
     frontend.add_argument(
         "--pace-ms", type=float, default=0.0, metavar="X", help="time between steps; 0 is as fast as they are taken"
     )

@@ -1,9 +1,9 @@
 """`bench frontend`: what everything but the model costs and how soon it delivers.
 
 A scripted core, a real process over ZeroMQ, makes one token for each stream and step. This process is the front end,
-with the bundled model's tokenizer, one stop string to look for and DELTA outputs; in mode "http" it is also the server,
-and a process of its own reads the streams. CPU is this process's alone, all threads: neither the core's nor, over HTTP,
-the reader's.
+with the bundled model's tokenizer, one stop string to look for and DELTA outputs; in modes "http" and "ws" it is also
+the server, and a process of its own reads the streams. CPU is this process's alone, all threads: neither the core's nor
+that of such a reader.
 
 The delay of delivery is measured without any help of the code that is measured: the tokens tell the time. Each token
 that the core makes is a word which stands for the moment at which its step ended, on the clock that all processes of a
@@ -39,6 +39,8 @@ PROMPT = tuple(range(1000, 1016))
 NUM_ABORTED_STREAMS = 128
 ABORTED_STREAM_TOKENS = 1_000_000
 NUM_WARM_UP_TOKENS = 16
+NUM_CONNECTIONS = 16
+"""Of mode "ws"."""
 MAX_ABORT_S = 30.0
 
 
@@ -47,6 +49,8 @@ class Mode(enum.Enum):
 
     CLIENT = "client"
     HTTP = "http"
+    WS = "ws"
+    """Over `/v1/stream`, many streams on each connection."""
 
 
 @attrs.frozen
@@ -97,7 +101,8 @@ class FrontendBench:
                 return await self._measure(ClientReader(engine, clock))
             from trioengine.cli.bench.http_reader import open_http_reader
 
-            async with open_http_reader(engine, clock) as reader:
+            num_connections = NUM_CONNECTIONS if self.mode is Mode.WS else 0
+            async with open_http_reader(engine, clock, num_connections) as reader:
                 return await self._measure(reader)
 
     def _core_options(self, clock: WordClock) -> dict[str, str]:
@@ -115,7 +120,7 @@ class FrontendBench:
             raise BenchError(f"{streams.num_tokens} tokens arrived of the {num_tokens} that were generated.")
         num_later_outputs = streams.num_outputs - self.num_streams
         later_cpu_s = streams.cpu_s - self.num_streams * request_cpu_s
-        has_chunks = self.mode is Mode.HTTP and num_later_outputs > 0
+        has_chunks = self.mode is not Mode.CLIENT and num_later_outputs > 0
         return BenchReport(
             output_tokens_per_s=num_tokens / streams.wall_s,
             cpu_us_per_token=streams.cpu_s / num_tokens * 1e6,

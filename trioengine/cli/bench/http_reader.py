@@ -29,8 +29,13 @@ MAX_READ_BYTES = 1 << 20
 
 
 @asynccontextmanager
-async def open_http_reader(engine: EngineClient, clock: WordClock) -> AsyncGenerator["HttpReader", None]:
-    """A server for this engine on a free port, and a process that reads from it, for the length of the block."""
+async def open_http_reader(
+    engine: EngineClient, clock: WordClock, num_connections: int = 0
+) -> AsyncGenerator["HttpReader", None]:
+    """A server for this engine on a free port, and a process that reads from it, for the length of the block.
+
+    `num_connections` are WebSockets; with 0, each stream has an HTTP connection.
+    """
     shutdown = trio.Event()
     async with trio.open_nursery() as nursery:
         run_server = functools.partial(serve, create_app(engine), ServerConfig(port=0), shutdown=shutdown)
@@ -39,7 +44,7 @@ async def open_http_reader(engine: EngineClient, clock: WordClock) -> AsyncGener
         run_process = functools.partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process: trio.Process = await nursery.start(run_process)
         reader = HttpReader(process)
-        setup = Setup(urls[0], engine.model_name, [*PROMPT], STOP, [*clock.texts])
+        setup = Setup(urls[0], engine.model_name, [*PROMPT], STOP, [*clock.texts], num_connections)
         await reader.ask(attrs.asdict(setup))
         yield reader
         shutdown.set()

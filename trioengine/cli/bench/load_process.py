@@ -1,13 +1,13 @@
-"""The process that reads the streams of `bench frontend --mode http`: `python -P -m trioengine.cli.bench.load_process`.
+"""The process that reads streams for `bench frontend`: `python -P -m trioengine.cli.bench.load_process`.
 
 It takes commands as lines of JSON on standard input and answers each in lines of JSON; it ends with its input. It is
-not part of what is measured, and knows nothing of the engine but its HTTP interface.
+not part of what is measured, and knows nothing of the engine but its interface over the network.
 """
 
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,10 +21,12 @@ from trioengine.cli.bench.load_generator import (
     ServerAddress,
     run_load,
 )
+from trioengine.cli.bench.stream_load import StreamConnection, run_stream_load
 from trioengine.cli.bench.word_clock import delay_s, words_of
 from trioengine.cli.line_reader import LineReader
 from trioengine.cli.main import single
 from trioengine.errors import BenchError
+from trioengine.types.stream_messages import Create, write_message
 
 ABORTED_STREAM_TOKENS = 1_000_000
 MAX_ABORT_S = 30.0
@@ -39,6 +41,8 @@ class Setup:
     prompt: list[int]
     stop: str
     texts: list[str]
+    num_connections: int = 0
+    """WebSockets that the streams share; 0 is HTTP, a connection for each stream."""
 
 
 async def _main() -> None:
@@ -69,16 +73,38 @@ class _Loader:
         """Read streams to their ends; answers twice: that it is done, and what it saw."""
         prompts = [self._setup.prompt] * num_streams
         started_s = time.monotonic()
-        streams = await run_load(self._address, self._load(num_tokens), prompts, concurrency=num_streams)
+        if self._setup.num_connections:
+            streams = await run_stream_load(
+                self._address,
+                self._load(num_tokens),
+                self._setup.prompt,
+                num_streams=num_streams,
+                num_connections=self._setup.num_connections,
+            )
+        else:
+            streams = await run_load(self._address, self._load(num_tokens), prompts, concurrency=num_streams)
         _answer({"wall_s": time.monotonic() - started_s})
         _answer({"num_outputs": sum(len(stream.texts) for stream in streams), "delays_s": self._delays_s(streams)})
 
     async def abort(self, num_streams: int) -> float:
         """Open streams, hang up on all when each has begun; the seconds until the server knows none."""
+        if self._setup.num_connections:
+            return await self._abort_shared(num_streams, self._setup.num_connections)
         connections = [Connection(self._address) for _ in range(num_streams)]
         async with trio.open_nursery() as nursery:
             for connection in connections:
                 nursery.start_soon(self._begin, connection)
+        return await self._time_closing(connections)
+
+    async def _abort_shared(self, num_streams: int, num_connections: int) -> float:
+        """The same, where streams share connections."""
+        connections = [StreamConnection(self._address) for _ in range(num_connections)]
+        async with trio.open_nursery() as nursery:
+            for index, connection in enumerate(connections):
+                nursery.start_soon(self._begin_shared, connection, len(range(index, num_streams, num_connections)))
+        return await self._time_closing(connections)
+
+    async def _time_closing(self, connections: Sequence[Connection | StreamConnection]) -> float:
         async with Connection(self._address) as control:
             await _num_running(control)
             left_s = time.monotonic()
@@ -88,6 +114,15 @@ class _Loader:
                 while await _num_running(control):
                     pass
             return time.monotonic() - left_s
+
+    async def _begin_shared(self, connection: StreamConnection, num_streams: int) -> None:
+        await connection.__aenter__()
+        body = json.loads(self._load(ABORTED_STREAM_TOKENS).body(self._setup.prompt))
+        ids = [str(index) for index in range(num_streams)]
+        await connection.send([write_message(Create(id_, "completions", body)) for id_ in ids])
+        waiting = set(ids)
+        while waiting:
+            waiting -= {message["id"] for message in await connection.receive() if message["type"] == "chunk"}
 
     async def _begin(self, connection: Connection) -> None:
         body = self._load(ABORTED_STREAM_TOKENS).body(self._setup.prompt)
