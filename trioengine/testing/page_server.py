@@ -1,12 +1,13 @@
 """The server of the browser tests: `serve` over an engine that answers by what the last message says.
 
-Run as a program: `scripted_server.py [OPTION=VALUE ...]`, with options of `ServerConfig`. It prints its URL.
+Run as a program, with options of `ServerConfig` as OPTION=JSON. It prints its URL.
 """
 
 import functools
 import json
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import trio
 
@@ -65,25 +66,31 @@ ATTACKS = """<img src=x onerror="window.attacked='img'">
 
 <iframe srcdoc="<script>parent.attacked='frame'</script>"></iframe>
 """
-LONG = "\n\n".join(f"Paragraph {number} with **words** and `code` in it, line after line." for number in range(300))
+LONG = "\n\n".join(f"Paragraph {number} with **words** and `code` in it, line after line." for number in range(80))
 TEXTS: Mapping[str, str] = {"markdown": MARKDOWN, "attack": ATTACKS, "long": LONG}
 
 
 class _PageEngine(FakeEngine):
-    """Answers `TEXTS` by name, waits for ever before the end of "wait", and repeats anything else."""
+    """Answers `TEXTS` by name, waits for ever before the end of "wait ...", tells the "settings", repeats the rest."""
 
     def generate(self, request: GenerateRequest) -> FakeOutputStream:
         assert isinstance(request.prompt, ChatPrompt)
-        asked = str(request.prompt.messages[-1]["content"])
+        messages = request.prompt.messages
+        asked = str(messages[-1]["content"])
         text = TEXTS.get(asked, f"You said: {asked}")
+        if asked == "settings":
+            roles = [message["role"] for message in messages]
+            text = json.dumps([roles, request.sampling.temperature, request.sampling.max_tokens])
         deltas = [text[start : start + 7] for start in range(0, len(text), 7)]
-        go_on = trio.Event() if asked == "wait" else None
+        go_on = trio.Event() if asked.startswith("wait") else None
         return FakeOutputStream(self, request, ScriptedReply(deltas, go_on=go_on))
 
 
 async def _main() -> None:
-    options = {name: json.loads(value) for name, _, value in (word.partition("=") for word in sys.argv[1:])}
-    config = ServerConfig(port=0, **options)
+    words = (word.partition("=") for word in sys.argv[1:])
+    options: dict[str, Any] = {"port": 0}
+    options.update((name, json.loads(value)) for name, _, value in words)
+    config = ServerConfig(**options)
     async with trio.open_nursery() as nursery:
         app = create_app(_PageEngine(), config)
         urls: list[str] = await nursery.start(functools.partial(serve, app, config))
