@@ -14,7 +14,7 @@ import trio
 pytest.importorskip("torch")
 
 from trioengine.checkpoint.locate import ModelLocation
-from trioengine.client import llm as llm_module
+from trioengine.client import blocking
 from trioengine.client import open_engine
 from trioengine.client.llm import LLM
 from trioengine.config.engine import EngineConfig, ReasoningParser, SpeculationConfig, SpeculationMethod
@@ -243,7 +243,7 @@ def test_a_script_waits_for_a_grammar_without_turning(monkeypatch: pytest.Monkey
         assert blocks.wait(60)
         return compile_form(outputs, params)
 
-    monkeypatch.setattr(llm_module, "poll", poll)
+    monkeypatch.setattr(blocking, "poll", poll)
     monkeypatch.setattr(StructuredOutputs, "_compile", compile_later)
     with LLM(max_model_len=512) as llm:
         (output,) = generate(llm, bound(GREEDY, choice=("positive",)))
