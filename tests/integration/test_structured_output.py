@@ -14,8 +14,7 @@ import trio
 pytest.importorskip("torch")
 
 from trioengine.checkpoint.locate import ModelLocation
-from trioengine.client import blocking
-from trioengine.client import open_engine
+from trioengine.client import blocking, open_engine
 from trioengine.client.llm import LLM
 from trioengine.config.engine import EngineConfig, ReasoningParser, SpeculationConfig, SpeculationMethod
 from trioengine.config.server import ToolCallParser
