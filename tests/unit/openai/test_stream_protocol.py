@@ -388,7 +388,7 @@ def test_every_request_has_one_end_whatever_a_client_sends(steps: list[object]) 
 
 
 def test_the_data_of_chunks_is_that_of_http() -> None:
-    events = chat_events(ReplyHead("id", 1, "a-model"), ChatForm(FakeTokenizer()))
+    events = chat_events(ReplyHead("id", 1, "a-model"), ChatForm(tokenizer=FakeTokenizer()))
     choices = (CompletionOutput(0, "a\n\n", (1,)), CompletionOutput(1, "b", (2,), FinishReason.LENGTH))
     first = events.events(RequestOutput("r", (1,), choices, False, 2))
     last = events.events(RequestOutput("r", (1,), (CompletionOutput(0, "", (), FinishReason.STOP),), True, 2))
