@@ -73,13 +73,14 @@ def functions(tree: ast.AST) -> list[Function]:
 
 
 def asserts(node: ast.AST, helpers: set[str]) -> bool:
-    """Whether a function asserts, expects an error, sets a deadline, or calls one of its file's functions that does."""
+    """Whether a function asserts, expects an error (or a browser's `expect`), sets a deadline, or calls one of its
+    file's functions that does."""
     for part in ast.walk(node):
         if isinstance(part, ast.Assert | ast.Raise):
             return True
         if isinstance(part, ast.Call):
             name = ast.unparse(part.func).rpartition(".")[2]
-            if name in helpers or name.startswith(("assert", "check_", "raises", "fail_after")):
+            if name in helpers or name.startswith(("assert", "check_", "raises", "fail_after", "expect")):
                 return True
     return False
 

@@ -41,6 +41,8 @@ from trioengine.types.request import Deadlines, GenerateRequest
 MODULE = "trioengine.testing.chaos"
 VOCAB_SIZE = 257
 NUM_WORKERS = 6
+REAL_SEED = 7
+"""Of requests whose answers are known only as they were computed before."""
 MAX_IDLE_LOADS = 20
 """Of a core that nobody wants anything of: how many answers may say that it still has requests."""
 _LENGTHS = (1, 2, 5, 20, 60)
@@ -272,7 +274,7 @@ class Traffic:
 
     async def embed(self, chance: random.Random) -> None:
         """Vectors, half of which nobody waits for."""
-        if self.engine.model_config.pooling is None:
+        if self.prompts is not None or self.engine.model_config.pooling is None:
             return await self.read(chance)
         prompt = [chance.randrange(256) for _ in range(chance.choice((1, 5, 30)))]
         with trio.move_on_after(chance.choice((0.0, 0.005, math.inf))):
@@ -354,7 +356,7 @@ class Traffic:
     def _request(self, chance: random.Random, **changes: Any) -> GenerateRequest:
         """One whose prompt and seed nobody else has, but whose beginning many share."""
         if self.prompts is not None:
-            prompt, seed = list(chance.choice(self.prompts)), 7
+            prompt, seed = list(chance.choice(self.prompts)), REAL_SEED
         else:
             own = [chance.randrange(256) for _ in range(chance.choice((1, 3, 9)))]
             prompt, seed = [*range(chance.choice((0, 4, 12, 40))), *own], chance.randrange(1 << 30)

@@ -31,6 +31,7 @@ from trioengine.testing import chaos, fake_core
 from trioengine.testing.chaos import Traffic
 from trioengine.testing.fake_tokenizer import write_fake_model
 from trioengine.types.messages import GetLoad
+from trioengine.types.params import SamplingParams
 from trioengine.types.request import GenerateRequest
 
 RUN_TIMEOUT_S = 60
@@ -220,6 +221,7 @@ async def run_chaos(plan: Plan, model: str) -> list[Traffic]:
                 scopes = [trio.CancelScope() for _ in traffics]
                 are_over = [trio.Event() for _ in traffics]
                 for each in zip(traffics, scopes, are_over, strict=True):
+                    each[0].is_stopping = False
                     workers.start_soon(_run_traffic, *each)
                 for act, target, duration_s in acts:
                     await _act(scene, traffics, chance, act, target, duration_s, excused)
@@ -246,7 +248,6 @@ async def run_chaos(plan: Plan, model: str) -> list[Traffic]:
 
 
 async def _run_traffic(traffic: Traffic, scope: trio.CancelScope, is_over: trio.Event) -> None:
-    traffic.is_stopping = False
     with scope:
         await traffic.run()
     is_over.set()
@@ -417,6 +418,38 @@ async def test_more_chaos(model: str) -> None:
     """More of them."""
     await play_all(SLOW_SEEDS, model)
     assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.slow
+async def test_chaos_with_a_real_model() -> None:
+    """Tokens are those of the same requests alone, whatever happens to their neighbours and to the core."""
+    prompts = ([1, 2, 3], list(range(40, 90)), list(range(40, 100)), [500] * 20)
+    config = EngineConfig(max_model_len=256, max_num_seqs=8, cpu_threads=1, data_parallel_size=2)
+    with trio.fail_after(RUN_TIMEOUT_S):
+        async with open_engine(config) as engine, trio.open_nursery() as workers:
+            alone: dict[tuple[int, ...], tuple[int, ...]] = {}
+            sampling = SamplingParams(seed=chaos.REAL_SEED, max_tokens=60, ignore_eos=True)
+            for prompt in prompts:
+                async with engine.generate(GenerateRequest(prompt, sampling)) as stream:
+                    alone[tuple(prompt)] = [output async for output in stream][-1].outputs[0].token_ids
+
+            def expected(prompt: Sequence[int], num_tokens: int, _seed: int) -> Sequence[int]:
+                return alone[tuple(prompt)][:num_tokens]
+
+            traffic = Traffic(engine, "real", expected, prompts)
+            scene = Scene([engine], None, [handle.pid for handle in engine._link._cores])  # type: ignore[attr-defined]
+            for number in range(2):
+                scopes, are_over = [trio.CancelScope()], [trio.Event()]
+                traffic.is_stopping = False
+                workers.start_soon(_run_traffic, traffic, scopes[0], are_over[0])
+                for act in (Act.STOP_CORE, Act.FLOOD, Act.REST, Act.STALL_CLIENT, Act.STOP_CORE):
+                    await _act(scene, [traffic], random.Random(number), act, number, 0.2, [])
+                if number:
+                    scopes[0].cancel()
+                await _end_workers([traffic], are_over)
+                await _check_all_is_well(scene, [traffic], End.DRAIN, is_last=True)
+            assert traffic.faults == []
+            assert traffic.counts["read"] > 0
 
 
 if __name__ == "__main__":
