@@ -4,6 +4,7 @@ They need packages that conflict with those of the other tests, so they run in a
 `make test-clients`, or `.venv/clients/bin/python -P -m pytest tests/clients/test_litellm.py`.
 """
 
+import functools
 import importlib.util
 import json
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,11 @@ class Server:
 
     def get(self, path: str) -> Any:
         """The JSON behind a path."""
-        return json.loads(self._open(path, None))
+        return json.loads(self.get_text(path))
+
+    def get_text(self, path: str) -> str:
+        """The text behind a path."""
+        return self._open(path, None).decode()
 
     def post(self, path: str) -> None:
         """Operate the engine."""
@@ -82,9 +88,15 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def fake_server() -> Iterator[ServedProcess]:
-    """The server over an engine that answers at once, whatever it is asked."""
-    with served_process(command=[PYTHON, "-P", str(HERE / "fake_server.py")]) as served:
+def open_fake_server() -> Callable[..., AbstractContextManager[ServedProcess]]:
+    """Opens the server over an engine that answers at once, whatever it is asked; with TLS where a certificate is named."""
+    return functools.partial(served_process, command=[PYTHON, "-P", str(HERE / "fake_server.py")])
+
+
+@pytest.fixture(scope="session")
+def fake_server(open_fake_server: Callable[..., AbstractContextManager[ServedProcess]]) -> Iterator[ServedProcess]:
+    """Such a server, without TLS."""
+    with open_fake_server() as served:
         yield served
 
 

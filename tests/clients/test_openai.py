@@ -89,9 +89,7 @@ def test_a_call_of_a_tool(client: OpenAI, server: Any, ask: Callable[..., Any], 
     (call,) = whole.message.tool_calls
     assert whole.finish_reason in ("stop", "tool_calls")
     Weather.model_validate_json(call.function.arguments)
-    with client.chat.completions.stream(
-        model=server.model, messages=QUESTION, temperature=0, **options
-    ) as stream:
+    with client.chat.completions.stream(model=server.model, messages=QUESTION, temperature=0, **options) as stream:
         names = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
         streamed = stream.get_final_completion().choices[0]
     assert names == ["Weather"]

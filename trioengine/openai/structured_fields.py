@@ -9,6 +9,7 @@ from typing import NoReturn, cast
 
 from trioengine.core.structured.json_schema import bound_schema
 from trioengine.errors import RequestError
+from trioengine.openai.closed_schema import closed_schema
 from trioengine.types.structured import StructuredOutputsParams
 
 _FORM_FIELDS = (
@@ -100,14 +101,12 @@ def _json_schema(response_format: Mapping[str, object]) -> StructuredOutputsPara
     schema = cast(dict[str, object], content).get("schema")
     if schema is None:
         _refuse(f"{path}.schema", "is required")
-    return _checked_json(schema, f"{path}.schema")
-
-
-def _checked_json(schema: object, path: str) -> StructuredOutputsParams:
     if not isinstance(schema, (dict, bool)):
-        _refuse(path, "expected an object, true or false")
-    check_schema(cast(object, schema), path)
-    return StructuredOutputsParams(json=cast("dict[str, object] | bool", schema))
+        _refuse(f"{path}.schema", "expected an object, true or false")
+    check_schema(cast(object, schema), f"{path}.schema")
+    if isinstance(schema, bool):
+        return StructuredOutputsParams(json=schema)
+    return StructuredOutputsParams(json=closed_schema(cast(dict[str, object], schema)))
 
 
 def _structured_outputs(value: object, _: Mapping[str, object]) -> StructuredOutputsParams:

@@ -7,6 +7,7 @@ import attrs
 from trioengine.core.structured.json_schema import Schema, bound_schema
 from trioengine.errors import RequestError
 from trioengine.openai.chat_protocol import ChatCompletionRequest, NamedToolChoice, Tool, ToolChoice
+from trioengine.openai.closed_schema import closed_schema
 from trioengine.openai.tool_parsers import ToolMarkup
 from trioengine.openai.tool_parsers.forms import ANY_ARGUMENTS, BoundFunction, CallRules
 from trioengine.types.structured import StructuredOutputsParams, parse_json
@@ -66,8 +67,8 @@ def _bound_function(tool: Tool, path: str) -> BoundFunction:
     except RequestError:
         if is_strict:
             raise
-        schema = ANY_ARGUMENTS
-    return BoundFunction(function.name, schema, is_strict, path)
+        return BoundFunction(function.name, ANY_ARGUMENTS, is_strict, path)
+    return BoundFunction(function.name, closed_schema(schema), is_strict, path)
 
 
 def _schema_beside_calls(form: StructuredOutputsParams, *, must_call: bool) -> Schema:

@@ -23,6 +23,7 @@ TEXT_SETTINGS = ChatSettings.of(FakeTokenizer(), tool_call_parser=ToolCallParser
 """Of a model whose chat template does not know tools."""
 SETTINGS = attrs.evolve(TEXT_SETTINGS, chat_template="{% if tools %}...")
 CITY: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CLOSED_CITY = {**CITY, "additionalProperties": False}
 UNSUPPORTED: dict[str, object] = {"type": "object", "properties": {"a": {"not": {}}}}
 MESSAGES: list[object] = [{"role": "user", "content": "Hi"}]
 NOTHING: dict[str, object] = {}
@@ -88,7 +89,7 @@ def test_a_required_call_is_bound_to_the_schemas() -> None:
     first, second = tag["structures"]
     assert first == {
         "begin": '<tool_call>\n{"name": "weather", "arguments": ',
-        "schema": CITY,
+        "schema": CLOSED_CITY,
         "end": "}\n</tool_call>",
     }
     assert second["schema"]["properties"] == {}
@@ -116,7 +117,7 @@ def test_a_strict_function_binds_beside_free_text() -> None:
     """The model still decides whether it calls."""
     tag = json.loads(form_of(tools=[tool(strict=True), tool("b", UNSUPPORTED)]).structural_tag or "")
     assert tag["at_least_one"] is False
-    assert [structure["schema"] for structure in tag["structures"]] == [CITY, {"type": "object"}]
+    assert [structure["schema"] for structure in tag["structures"]] == [CLOSED_CITY, {"type": "object"}]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -138,7 +139,7 @@ def test_a_response_format_beside_tools_binds_what_is_no_call() -> None:
     """Where the answer must be a call there is nothing left for it to bind."""
     response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
     form = form_of(tools=[tool()], response_format=response_format)
-    assert json.loads(form.structural_tag or "")["otherwise"] == CITY
+    assert json.loads(form.structural_tag or "")["otherwise"] == CLOSED_CITY
     assert fault(tools=[tool()], response_format=response_format, tool_choice="required").param == "tool_choice"
     assert fault(tools=[tool()], structured_outputs={"regex": "a+"}).param == "tool_choice"
     assert form_of(tools=[tool()], structured_outputs={"regex": "a+"}, tool_choice="none").regex == "a+"
@@ -272,7 +273,7 @@ def test_calls_and_results_of_the_history_become_text() -> None:
         ({"response_format": {"type": "json_object"}}, StructuredOutputsParams(json_object=True)),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY, "strict": True}}},
-            StructuredOutputsParams(json=CITY),
+            StructuredOutputsParams(json=CLOSED_CITY),
         ),
         ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=("a", "b"))),
         ({"structured_outputs": {"json": CITY, "regex": None}}, StructuredOutputsParams(json=CITY)),
