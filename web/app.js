@@ -12,7 +12,7 @@ const MAX_PROMPT_PX = 240;
 const CONNECTION_TEXTS = {
   connecting: "connecting…",
   open: "",
-  waiting: "no connection; trying again",
+  waiting: "no connection; trying again…",
   refused: "an API key is needed",
 };
 
@@ -28,8 +28,8 @@ let conversation = newConversation();
 let views = [];
 let isAtEnd = true;
 
-const connection = new Connection(document.baseURI, loadKey, (state) => {
-  at("connection").textContent = CONNECTION_TEXTS[state];
+const connection = new Connection(document.baseURI, loadKey, (state, reason) => {
+  at("connection").textContent = reason ?? CONNECTION_TEXTS[state];
   at("connection").dataset.state = state;
   if (state === "open") showModel();
   if (state === "refused") askForKey(loadKey() !== null);
@@ -329,7 +329,6 @@ async function askForKey(isWrong) {
   connection.reconnect();
 }
 
-at("connection").onclick = () => connection.connect();
 at("open-settings").onclick = async () => {
   const { model } = at("settings").querySelector("form").elements;
   model.replaceChildren(...connection.models.map((name) => element("option", { value: name, textContent: name })));

@@ -101,7 +101,7 @@ function statsText(stats) {
   const parts = [];
   if (stats.tokensPerS) parts.push(`${stats.tokensPerS.toFixed(1)} tokens/s`);
   if (stats.tokens) parts.push(`${stats.tokens} tokens`);
-  if (stats.ttftS !== undefined) parts.push(`first after ${stats.ttftS.toFixed(2)} s`);
+  if (stats.ttftS !== undefined) parts.push(`first token after ${stats.ttftS.toFixed(2)} s`);
   return parts.join(" · ");
 }
 

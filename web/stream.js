@@ -18,8 +18,6 @@ export class ConnectionLostError extends Error {
 export class RequestFailedError extends Error {
   constructor(message) {
     super(message.error?.message ?? "The request failed.");
-    this.status = message.status;
-    this.retryAfterS = message.retry_after_s;
   }
 }
 
@@ -32,7 +30,8 @@ export class KeyRefusedError extends Error {
 
 /**
  * One connection, which is made again when it is lost. `onState` is called with "connecting", "open", "waiting" (it was
- * lost and is tried again later) or "refused" (a key is needed: `connect` again once there is one).
+ * lost and is tried again later; with the server's reason, if it gave one) or "refused" (a key is needed: `connect`
+ * again once there is one).
  */
 export class Connection {
   #base;
@@ -72,7 +71,7 @@ export class Connection {
       for (const waiter of this.#waiters.splice(0)) waiter.resolve();
     } catch (error) {
       if (error instanceof KeyRefusedError) this.#setState("refused");
-      else this.#connectLater();
+      else this.#connectLater(error instanceof RequestFailedError ? error.message : undefined);
     } finally {
       this.#isConnecting = false;
     }
@@ -122,7 +121,7 @@ export class Connection {
   async #fetchModels() {
     const response = await this.fetch("v1/models");
     if (response.status === 401) throw new KeyRefusedError();
-    if (!response.ok) throw new Error(`The server answered ${response.status}.`);
+    if (!response.ok) throw new RequestFailedError(await response.json());
     return (await response.json()).data.map((card) => card.id);
   }
 
@@ -197,16 +196,16 @@ export class Connection {
     for (const request of lost) request.reject(new ConnectionLostError());
   }
 
-  #connectLater() {
-    this.#setState("waiting");
+  #connectLater(reason) {
+    this.#setState("waiting", reason);
     clearTimeout(this.#timer);
     // Not all pages at once, when a server comes back.
     this.#timer = setTimeout(() => this.connect(), this.#waitMs * (0.5 + Math.random() / 2));
     this.#waitMs = Math.min(this.#waitMs * 2, MAX_WAIT_MS);
   }
 
-  #setState(state) {
+  #setState(state, reason) {
     this.state = state;
-    this.#onState(state);
+    this.#onState(state, reason);
   }
 }

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Error, expect
+from playwright.sync_api import Browser, BrowserContext, Error, WebSocketRoute, expect
 
 from trioengine.testing.browser import ScriptedServer, Watched, scripted_server, watch
 
@@ -39,7 +40,9 @@ def test_an_answer_streams_and_says_how_fast_it_was(watched: Watched, server: Sc
     watched.ask("Hello there")
     assert watched.answer == "You said: Hello there"
     expect(watched.page.locator(".stats").last).to_have_text(
-        re.compile(r"^[\d.]+ tokens/s · 3 tokens · first after \d+\.\d\d s$|^3 tokens · first after \d+\.\d\d s$")
+        re.compile(
+            r"^[\d.]+ tokens/s · 3 tokens · first token after \d+\.\d\d s$|^3 tokens · first token after \d+\.\d\d s$"
+        )
     )
     expect(watched.page).to_have_title("Hello there · TrioEngine")
     assert watched.sockets == [server.url.replace("http", "ws") + "/v1/stream"]
@@ -422,6 +425,90 @@ def test_a_lost_connection_is_made_again_and_nothing_is_repeated(watched: Watche
         assert page.evaluate(NUM_RUNNING % "") == 0
     assert all("ERR_CONNECTION" in fault for fault in watched.faults), watched.faults
     watched.faults.clear()
+
+
+class _ScriptedSocket:
+    """A server's side of `/v1/stream` that answers every request with these chunks' deltas, as credits allow."""
+
+    def __init__(self, deltas: Sequence[dict[str, str]], finish: str, warnings: Sequence[str] = ()) -> None:
+        self._deltas = list(deltas)
+        self._finish = finish
+        self._warnings = warnings
+        self._credits = 0
+        self.received: list[dict[str, Any]] = []
+
+    def serve(self, socket: WebSocketRoute) -> None:
+        socket.on_message(lambda text: self._receive(socket, json.loads(text)))
+
+    def _receive(self, socket: WebSocketRoute, message: dict[str, Any]) -> None:
+        self.received.append(message)
+        match message["type"]:
+            case "hello":
+                self._send(socket, type="hello", version=1, model="scripted", limits={})
+            case "create":
+                self._send(socket, type="started", id=message["id"], prompt_tokens=1, warnings=self._warnings)
+                self._credits = message["credits"]
+            case "credit":
+                self._credits += message["n"]
+        while message["type"] in ("create", "credit") and self._credits and self._deltas:
+            self._credits -= 1
+            delta = self._deltas.pop(0)
+            self._send(socket, type="chunk", id=message["id"], data={"choices": [{"index": 0, "delta": delta}]})
+            if not self._deltas:
+                self._send(socket, type="done", id=message["id"], finish=[self._finish], usage=None)
+
+    def _send(self, socket: WebSocketRoute, **message: object) -> None:
+        socket.send(json.dumps(message))
+
+
+def test_reasoning_warnings_and_limits_are_shown(watched: Watched, server: ScriptedServer) -> None:
+    page = watched.page
+    deltas = [{"reasoning_content": "Let me "}, {"reasoning_content": "<b>see</b>."}, {"content": "Four."}]
+    page.route_web_socket("**/v1/stream", _ScriptedSocket(deltas, "length", ["max_tokens was cut"]).serve)
+    watched.open(server.url)
+    watched.ask("2 + 2?")
+    assert watched.answer == "Four."
+    expect(page.locator(".reasoning div")).to_be_hidden()
+    page.click(".reasoning summary")
+    expect(page.locator(".reasoning div")).to_have_text("Let me <b>see</b>.")
+    notes = ["max_tokens was cut", "The answer reached its limit of tokens."]
+    expect(page.locator("article.assistant .note")).to_have_text(notes)
+    page.reload()
+    expect(page.locator(".reasoning div")).to_have_text("Let me <b>see</b>.")
+
+
+def test_a_request_never_runs_out_of_credits(watched: Watched, server: ScriptedServer) -> None:
+    """The server sends a chunk per credit and no more; all of a thousand come, for few messages back."""
+    socket = _ScriptedSocket([{"content": f"{index} "} for index in range(1000)], "stop")
+    watched.page.route_web_socket("**/v1/stream", socket.serve)
+    watched.open(server.url)
+    watched.ask("count")
+    assert watched.answer.split() == [str(index) for index in range(1000)]
+    kinds = [message["type"] for message in socket.received]
+    assert kinds[:2] == ["hello", "create"]
+    assert 10 < kinds.count("credit") <= 1000 / 16
+
+
+def test_a_server_of_another_version_is_told_from_a_missing_key(watched: Watched, server: ScriptedServer) -> None:
+    def refuse(socket: WebSocketRoute) -> None:
+        error = {"message": "This server speaks version 2.", "type": "invalid_request_error"}
+        socket.send(json.dumps({"type": "error", "status": 400, "error": error}))
+        socket.close(code=1008)
+
+    watched.page.route_web_socket("**/v1/stream", lambda socket: socket.on_message(lambda _: refuse(socket)))
+    watched.open(server.url)
+    expect(watched.page.locator("#connection")).to_have_text("This server speaks version 2.")
+    assert not watched.page.is_visible("#key")
+
+
+def test_the_page_works_below_a_root_path(watched: Watched) -> None:
+    """Its addresses are relative, and one without the slash at the end leads to the one with it."""
+    with scripted_server(root_path="/llm") as server:
+        watched.open(f"{server.url}/llm")
+        watched.ask("hello")
+        assert watched.answer == "You said: hello"
+        assert watched.page.url.startswith(f"{server.url}/llm/#")
+        assert watched.sockets == [f"{server.url}/llm/v1/stream".replace("http", "ws")]
 
 
 def test_the_keyboard_is_enough(watched: Watched, server: ScriptedServer) -> None:

@@ -6,6 +6,7 @@ The page is open without a key and holds no secret; what it asks the server for 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import quote
 
 import attrs
 from quart import Blueprint, Response, request
@@ -66,6 +67,9 @@ def page_blueprint() -> Blueprint:
     blueprint = Blueprint("page", __name__)
 
     async def index() -> Response:
+        # Below a root path the page's own addresses, which are relative, need the slash.
+        if not request.scope["raw_path"].endswith(b"/"):
+            return Response(b"", status=308, headers={"Location": quote(f"{request.root_path}/")})
         return _answer(files[_INDEX])
 
     async def static(path: str) -> Response:

@@ -67,7 +67,29 @@ ATTACKS = """<img src=x onerror="window.attacked='img'">
 <iframe srcdoc="<script>parent.attacked='frame'</script>"></iframe>
 """
 LONG = "\n\n".join(f"Paragraph {number} with **words** and `code` in it, line after line." for number in range(80))
-TEXTS: Mapping[str, str] = {"markdown": MARKDOWN, "attack": ATTACKS, "long": LONG}
+NURSERIES = """A nursery is a block that its tasks cannot outlive, so:
+
+1. **Nothing is left behind.** When the block ends, every task in it has ended.
+2. **No error is lost.** What a task raises comes out of the block, and the others are cancelled.
+
+```python
+async with trio.open_nursery() as nursery:
+    nursery.start_soon(fetch, "one")
+    nursery.start_soon(fetch, "two")
+print("both are here")
+```
+
+| | `create_task` | nursery |
+| --- | --- | --- |
+| who waits | nobody has to | the block |
+| an error | is logged, perhaps | is raised |
+"""
+TEXTS: Mapping[str, str] = {
+    "markdown": MARKDOWN,
+    "attack": ATTACKS,
+    "long": LONG,
+    "How do nurseries help?": NURSERIES,
+}
 
 
 class _PageEngine(FakeEngine):

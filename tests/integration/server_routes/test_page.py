@@ -3,6 +3,7 @@
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from quart import Response
@@ -95,6 +96,17 @@ async def test_only_the_pages_own_files_are_there(path: str) -> None:
     response = await get(path)
     assert response.status_code == 404
     assert (await response.get_json())["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("root_path", ["/llm", "/a b"])
+async def test_below_a_root_path_the_page_is_at_an_address_with_a_slash(root_path: str) -> None:
+    config = ServerConfig(port=0, root_path=root_path)
+    async with open_server(create_app(FakeEngine(), config), config) as server, open_raw_http(server.url) as client:
+        address = quote(root_path)
+        redirect = await client.request("GET", address)
+        assert (redirect.status, redirect.head.header("location")) == (308, f"{address}/")
+        for path in (f"{address}/", "/", f"{address}/static/app.js"):
+            assert (await client.request("GET", path)).status == 200
 
 
 async def test_a_server_may_have_no_page() -> None:
