@@ -79,11 +79,12 @@ async def open_remote(
         AuthenticationError, ForbiddenError: it lets nobody in by this key, or from here.
         ConfigError: this is no URL of a server.
     """
+    address = ServerAddress.of(url, tls)
     block_error: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:
             connect_error: TrioEngineError | None = None
-            engine = RemoteEngine(ServerAddress.of(url, tls), api_key, tokenizer, nursery)
+            engine = RemoteEngine(address, api_key, tokenizer, nursery)
             try:
                 await engine.reconnect()
             except TrioEngineError as error:

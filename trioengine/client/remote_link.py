@@ -93,6 +93,11 @@ class Exchange:
         self._error: TrioEngineError | None = None
         self._reader = trio.lowlevel.ParkingLot()
 
+    @property
+    def num_waiting_chunks(self) -> int:
+        """What came and was not read."""
+        return len(self._chunks)
+
     def __enter__(self) -> "Exchange":
         return self
 
@@ -206,6 +211,11 @@ class RemoteLink:
         if not is_started:
             raise _connect_error(error, self._address)
         self.end(EngineDeadError("The connection to the engine's server was lost.", cause=repr(error)))
+
+    @property
+    def num_waiting_chunks(self) -> int:
+        """What came, of all requests, and was not read."""
+        return sum(exchange.num_waiting_chunks for exchange in self._exchanges.values())
 
     def exchange(self, endpoint: Endpoint, body: JsonObject, name: str = "") -> Exchange:
         """Send a request. Whoever calls leaves the exchange, whatever happens."""
