@@ -277,9 +277,13 @@ class EngineCore:
         """Whether one of these requests has not ended."""
         return not {request.sequence_id for request in self._requests()}.isdisjoint(sequence_ids)
 
-    def sequence_ids(self) -> frozenset[int]:
-        """All requests that have not ended."""
-        return frozenset(request.sequence_id for request in self._requests())
+    def awaited_ids(self) -> frozenset[int]:
+        """The requests that a pause, which has begun, lets go on to their ends. What another pause holds or keeps is
+        none of them: waiting for it could take for ever."""
+        if self.pause.is_frozen:
+            return frozenset()
+        ids = (request.sequence_id for request in self._requests())
+        return frozenset(sequence_id for sequence_id in ids if not self.pause.holds(sequence_id))
 
     def used_loras(self) -> frozenset[LoRAAdapter]:
         """The adapters of all requests that have not ended."""

@@ -113,12 +113,12 @@ def reset_mm_cache(core: "EngineCore", _: ResetMMCache) -> None:
 def pause_generation(core: "EngineCore", call: PauseGeneration) -> Later:
     """Pause; done when nothing is computed any more."""
     core.begin_pause(call.mode)
-    present = core.sequence_ids() if call.mode is not PauseMode.KEEP else frozenset[int]()
+    awaited = core.awaited_ids()
 
     def attempt() -> bool:
         if core.pause.mode is None:  # It was resumed before it was there.
             return True
-        if core.has_any_of(present):
+        if core.has_any_of(awaited):
             return False
         if call.clear_cache:
             core.scheduler.preempt_all()
@@ -147,13 +147,13 @@ def sleep(core: "EngineCore", call: Sleep) -> Later:
     if call.level not in (1, 2):
         raise RequestError(f"level must be 1 or 2, not {call.level}.", param="level")
     core.begin_pause(call.mode, is_sleep=True)
-    present = core.sequence_ids() if call.mode is not PauseMode.KEEP else frozenset[int]()
+    awaited = core.awaited_ids()
 
     def attempt() -> bool:
         pause = core.pause
         if pause.asleep or pause.sleep_mode is None:  # It sleeps already, or was woken up before it did.
             return True
-        if core.has_any_of(present):
+        if core.has_any_of(awaited):
             return False
         pause.sleep_mode = PauseMode.KEEP  # Whoever has come since is kept.
         core.apply_pause()

@@ -35,8 +35,11 @@ class Pause:
         )
 
     def holds(self, arrival: int) -> bool:
-        """Whether the request of this arrival waits for the end of a pause, outside the scheduler."""
-        return self.is_on and not self.is_frozen and arrival >= self.first_held
+        """Whether the request of this arrival waits outside the scheduler, until a pause ends that lets others go on.
+
+        Also while nothing is computed at all, so that what ends first does not let it in.
+        """
+        return PauseMode.WAIT in (self.mode, self.sleep_mode) and arrival >= self.first_held
 
     def begin(self, mode: PauseMode, num_arrivals: int, *, is_sleep: bool) -> None:
         """Pause, with so many requests having arrived until now."""

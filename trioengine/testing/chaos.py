@@ -36,7 +36,7 @@ from trioengine.types.messages import CheckIntegrity, CoreLoad, GetLoad, PauseMo
 from trioengine.types.output import FinishReason, RequestOutput
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.pooling import EncodeRequest
-from trioengine.types.request import Deadlines, GenerateRequest
+from trioengine.types.request import Deadlines, GenerateRequest, KVHints
 
 MODULE = "trioengine.testing.chaos"
 VOCAB_SIZE = 257
@@ -300,13 +300,23 @@ class Traffic:
                 await self.engine.reset_prefix_cache()
 
     async def pause(self, chance: random.Random) -> None:
-        """All cores, for a moment."""
+        """All cores, for a moment, with or without what they remember."""
         modes = [PauseMode.KEEP, PauseMode.WAIT]
         if self.has_aborts:
             modes.append(PauseMode.ABORT)
-        await self.engine.pause_generation(mode=chance.choice(modes), clear_cache=chance.random() < 0.5)
-        await trio.sleep(chance.choice((0.0, 0.005)))
+        if chance.random() < 0.3:
+            await self.engine.sleep(chance.choice((1, 2)) if self.prompts is None else 1, chance.choice(modes))
+            await trio.sleep(chance.choice((0.0, 0.005)))
+            await self.engine.wake_up()
+        else:
+            await self.engine.pause_generation(mode=chance.choice(modes), clear_cache=chance.random() < 0.5)
+            await trio.sleep(chance.choice((0.0, 0.005)))
+            await self.engine.resume_generation()
+
+    async def resume(self) -> None:
+        """End what a client that was cancelled or killed has paused, which is felt by all."""
         await self.engine.resume_generation()
+        await self.engine.wake_up()
 
     # How
 
@@ -372,6 +382,11 @@ class Traffic:
         names = {field.name for field in attrs.fields(SamplingParams)}
         of_sampling = {name: value for name, value in changes.items() if name in names}
         others = {name: value for name, value in changes.items() if name not in names}
+        others = {
+            "cache_salt": chance.choice((None, None, "salt")),
+            "priority": chance.randrange(-1, 2),
+            "kv_hints": KVHints(chance.random() < 0.8, chance.random() < 0.8),
+        } | others
         return GenerateRequest(prompt, attrs.evolve(sampling, **of_sampling), **others)
 
 

@@ -259,7 +259,9 @@ async def _end_workers(traffics: Sequence[Traffic], are_over: Sequence[trio.Even
     with trio.move_on_after(END_TIMEOUT_S) as scope:
         for each in are_over:
             await each.wait()
-    assert not scope.cancelled_caught, [traffic.in_progress for traffic in traffics]
+    # Copied, for all of it is cancelled before it is printed.
+    in_progress = [list(traffic.in_progress.values()) for traffic in traffics] if scope.cancelled_caught else []
+    assert not in_progress, in_progress
 
 
 async def _kill_core(scene: Scene, end: End, pid: int) -> None:
@@ -339,13 +341,13 @@ async def _act(
 async def _check_all_is_well(scene: Scene, traffics: Sequence[Traffic], end: End, *, is_last: bool) -> None:
     """After everybody in this process has left. The client process goes on until the last round has ended."""
     scene.check_health()
-    await traffics[0].engine.resume_generation()  # A pause that a client left behind is felt by all.
+    await traffics[0].resume()
     if scene.client is not None and is_last:
         assert scene.client.stdin is not None
         await scene.client.stdin.aclose()
         status = await scene.client.wait()
         assert end is End.KILL_CLIENT or status == 0, await _errors_of(scene.client)
-        await traffics[0].engine.resume_generation()
+        await traffics[0].resume()
         await _until_idle(traffics[0])
     for traffic in traffics:
         if scene.client is None or is_last:

@@ -194,6 +194,57 @@ def test_sleep_may_wait_for_the_present_requests() -> None:
     assert later.tokens == latest.tokens == generate_alone((1, 2, 3), 4, vocab_size=1000)
 
 
+def test_a_sleep_does_not_wait_for_what_a_pause_holds() -> None:
+    """It would be for ever: what came during the first pause is held until both have ended."""
+    driver, tokens = running()
+    driver.begin_call(PauseGeneration(PauseMode.WAIT))
+    driver.run()
+    assert tokens == ALONE
+    held = driver.add(make_core_request(1))
+    driver.call(Sleep(1, PauseMode.WAIT))
+    assert driver.call(IsSleeping())
+    driver.call(WakeUp())
+    driver.run()
+    assert not held.tokens
+    driver.call(ResumeGeneration())
+    driver.run()
+    assert held.tokens == generate_alone((1, 2, 3), 4, vocab_size=1000)
+
+
+@pytest.mark.parametrize("is_sleep_first", [False, True])
+def test_two_pauses_that_wait_end_in_any_order(is_sleep_first: bool) -> None:
+    """What comes between the two goes on when both have ended."""
+    driver, tokens = running()
+    calls = [PauseGeneration(PauseMode.WAIT), Sleep(1, PauseMode.WAIT)]
+    first, second = reversed(calls) if is_sleep_first else calls
+    driver.begin_call(first)
+    between = driver.add(make_core_request(1))
+    driver.begin_call(second)
+    driver.call(ResumeGeneration())
+    driver.run()
+    assert len(driver.replies) == 2
+    assert tokens == ALONE
+    assert driver.call(IsSleeping())
+    assert not between.tokens
+    driver.call(WakeUp())
+    driver.run()
+    assert between.tokens == generate_alone((1, 2, 3), 4, vocab_size=1000)
+
+
+def test_a_sleep_does_not_wait_for_what_a_pause_keeps() -> None:
+    """It goes on where it was when both have ended."""
+    driver, tokens = running()
+    driver.begin_call(PauseGeneration(PauseMode.KEEP))
+    driver.run()
+    driver.begin_call(Sleep(1, PauseMode.WAIT))
+    driver.run()
+    assert driver.call(IsSleeping())
+    driver.call(WakeUp())
+    driver.call(ResumeGeneration())
+    driver.run()
+    assert tokens == ALONE
+
+
 def test_sleep_may_abort() -> None:
     driver, _ = running()
     driver.begin_call(Sleep())

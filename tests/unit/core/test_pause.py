@@ -28,6 +28,14 @@ def test_a_second_pause_does_not_let_in_what_the_first_one_holds() -> None:
     assert pause.holds(5)
 
 
+def test_a_second_pause_that_computes_nothing_lets_nothing_in_either() -> None:
+    """Or it would be computed when the second one ends, though the first one is still on."""
+    pause = Pause()
+    pause.begin(PauseMode.WAIT, 5, is_sleep=False)
+    pause.begin(PauseMode.KEEP, 9, is_sleep=True)
+    assert [pause.holds(arrival) for arrival in (4, 5, 9)] == [False, True, True]
+
+
 def test_what_sleeps_can_be_woken_up() -> None:
     """All of it where nothing is named; what is awake already is not woken up again."""
     pause = Pause(sleep_mode=PauseMode.KEEP, asleep=frozenset({"kv_cache"}))
