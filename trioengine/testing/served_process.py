@@ -13,7 +13,7 @@ from typing import IO
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-_URL = re.compile(r"Serving \S+ on (http://\S+)")
+_URL = re.compile(r"Serving \S+ on (https?://\S+)")
 
 
 class ServedProcess:

@@ -61,6 +61,14 @@ async def test_one_connection_serves_many_requests() -> None:
         assert (await client.request("GET", "/health")).body == b"fine"
 
 
+@pytest.mark.parametrize(("path", "line"), [("/health", b"HTTP/1.1 200 OK"), ("/none", b"HTTP/1.1 404 Not Found")])
+async def test_a_status_has_its_phrase(path: str, line: bytes) -> None:
+    """It may be empty, but h2load then counts no status at all."""
+    async with open_server(make_quart_app()) as server, open_raw_http(server.url) as client:
+        await client.send(request_bytes("GET", path, headers=[("connection", "close")]))
+        assert (await client.read_to_end()).startswith(line + b"\r\n")
+
+
 async def test_the_reported_address_has_the_real_port() -> None:
     async with open_server(echo_scope, ServerConfig(host="127.0.0.1", port=0)) as server:
         assert server.url.startswith("http://127.0.0.1:")
