@@ -39,7 +39,9 @@ const connection = new Connection(document.baseURI, loadKey, (state, reason) => 
 
 function save(changed) {
   changed.updatedMs = Date.now();
-  return store.put(changed).then(showList).catch((error) => announce(`Not saved: ${error.message}`));
+  return store.put(changed).then(showList).catch((error) => {
+    at("notice").textContent = `The conversation could not be kept in this browser: ${error.message}`;
+  });
 }
 
 async function showList() {
@@ -62,6 +64,15 @@ async function openFromAddress() {
   show(found ?? newConversation());
 }
 
+/** Follows another tab, unless the conversation is in use here. */
+async function showChange(id) {
+  showList();
+  if (id !== conversation.id || answers.has(id) || messageList.querySelector(".editor")) return;
+  const found = await store.get(id);
+  if (id !== conversation.id || answers.has(id) || found?.messages.at(-1)?.status === "running") return;
+  show(found ?? newConversation());
+}
+
 function show(shown) {
   const previous = answers.get(conversation.id);
   if (previous) previous.onText = previous.onChange = null;
@@ -78,7 +89,7 @@ function show(shown) {
   showTitle();
   showList();
   closeSidebar();
-  if (!hasTouch) prompt.focus();
+  if (!hasTouch && document.hasFocus()) prompt.focus();
 }
 
 function showTitle() {
@@ -404,7 +415,7 @@ messageList.addEventListener("click", (event) => {
 const retry = () => connection.state === "waiting" && connection.connect();
 addEventListener("online", retry);
 document.addEventListener("visibilitychange", () => document.visibilityState === "visible" && retry());
-store.onChange(showList);
+store.onChange(showChange);
 connection.connect();
 show(conversation);
 await openFromAddress();

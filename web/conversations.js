@@ -38,9 +38,9 @@ class ConversationStore {
     return this.#database !== null;
   }
 
-  /** Calls `listener` when another tab has changed something. */
+  /** Calls `listener` with the id of a conversation that another tab has changed. */
   onChange(listener) {
-    this.#channel.onmessage = listener;
+    this.#channel.onmessage = (event) => listener(event.data);
   }
 
   /** Summaries, the latest first. */
@@ -69,7 +69,7 @@ class ConversationStore {
       return summaries.put(summaryOf(copy));
     });
     await this.#dropOldest(conversation.id);
-    this.#channel.postMessage("changed");
+    this.#channel.postMessage(conversation.id);
   }
 
   /** Forgets a conversation. */
@@ -80,7 +80,7 @@ class ConversationStore {
       conversations.delete(id);
       return summaries.delete(id);
     });
-    this.#channel.postMessage("changed");
+    this.#channel.postMessage(id);
   }
 
   /** Every conversation, for an export. */

@@ -340,13 +340,43 @@ def test_conversations_stay_in_the_browser(watched: Watched, server: ScriptedSer
     assert stored_titles(watched) == []
 
 
-def test_other_tabs_see_new_conversations(watched: Watched, server: ScriptedServer, context: BrowserContext) -> None:
+def test_other_tabs_follow(watched: Watched, server: ScriptedServer, context: BrowserContext) -> None:
+    """They show what is new, also in the conversation that they show, so that none overwrites what another wrote."""
     other = watch(context.new_page())
     watched.open(server.url)
     other.open(server.url)
     other.ask("from there")
-    expect(watched.page.locator("#conversations a")).to_have_text(["from there"])
+    watched.page.click("#conversations a:has-text('from there')")
+    watched.ask("from here")
+    expect(other.page.locator("article.user .content")).to_have_text(["from there", "from here"])
+    other.ask("and back")
+    expect(watched.page.locator("article.user .content")).to_have_text(["from there", "from here", "and back"])
     assert other.faults == []
+
+
+def test_a_conversation_deleted_while_it_runs_is_gone(watched: Watched, server: ScriptedServer) -> None:
+    page = watched.page
+    watched.open(server.url)
+    watched.send("wait to be deleted")
+    expect(page.locator("article.assistant .content")).to_contain_text("You said: wait")
+    page.click("#open-menu")
+    page.click("#delete")
+    page.click("#confirming [type=submit]")
+    wait_until_idle(watched)
+    expect(page.locator("#conversations a")).to_have_count(0)
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert stored_titles(watched) == []
+
+
+def test_a_conversation_that_cannot_be_kept_says_so(watched: Watched, server: ScriptedServer) -> None:
+    watched.open(server.url)
+    watched.page.evaluate("""() => {
+        IDBObjectStore.prototype.put = () => { throw new DOMException('The disk is full.', 'QuotaExceededError'); };
+    }""")
+    watched.ask("hello")
+    assert watched.answer == "You said: hello"
+    expect(watched.page.locator("#notice")).to_contain_text("The disk is full.")
 
 
 def test_an_answer_that_a_reload_cut_off_is_kept_as_such(watched: Watched, server: ScriptedServer) -> None:
