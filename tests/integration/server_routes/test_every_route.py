@@ -21,7 +21,10 @@ from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import open_scripted_engine
 
 ROUTES = [
-    (route.operation.method.upper(), route.operation.path.replace("{model_id}", "fake-model"))
+    (
+        route.operation.method.upper(),
+        route.operation.path.replace("{model_id}", "fake-model").replace("{response_id}", "resp_0"),
+    )
     for route in offered_routes(enable_admin=True, has_metrics=False)
 ]
 OPEN = {"/health", "/ready", "/ping"}
