@@ -89,7 +89,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def open_fake_server() -> Callable[..., AbstractContextManager[ServedProcess]]:
-    """Opens the server over an engine that answers at once, whatever it is asked; with a certificate's path, over TLS."""
+    """Opens the server over an engine that answers at once, whatever it is asked; with a certificate's path, on TLS."""
     return functools.partial(served_process, command=[PYTHON, "-P", str(HERE / "fake_server.py")])
 
 
