@@ -4,6 +4,8 @@
   reads the socket and a disconnect goes unseen. Here `handle` returns, and `resume` goes on once the response is done.
 - HTTP/2 in clear text is refused: an `Upgrade: h2c` is ignored (RFC 9110, 7.8), prior knowledge gets a 505.
 - A head that is too large is refused with 431 however it arrives: h11 counts only what it holds of an unfinished one.
+- A body with both a length and an encoding is refused: a proxy in front may see its end elsewhere (RFC 9112, 6.1).
+- A request that is refused here gets a JSON body like every other error.
 - While the server drains, responses say `connection: close`.
 - WebSockets are `websocket.py`'s; a refused upgrade ends the connection.
 - A status has its reason phrase: it may be empty, but programs such as h2load then take no notice of the status.
@@ -22,9 +24,11 @@ from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol, H11WSConnection
 from hypercorn.typing import H11SendableEvent
 
+from trioengine.openai.errors import status_reply
 from trioengine.server.handlers import Handlers
 from trioengine.server.websocket import WebSocketStream
 
+_BAD_REQUEST = 400
 _REQUEST_HEADER_FIELDS_TOO_LARGE = 431
 _HTTP_VERSION_NOT_SUPPORTED = 505
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
@@ -72,6 +76,7 @@ class Http1Protocol(H11Protocol):
         self._max_message_bytes = max_message_bytes
         self._is_chunked = False
         self._held_head = b""
+        self._is_head_request = False
 
     async def handle(self, event: Event) -> None:
         """Take bytes from the client, or its end. Waits only while the application has too much unread."""
@@ -176,12 +181,29 @@ class Http1Protocol(H11Protocol):
             await self.send(RawData(data=data))
 
     async def _check_protocol(self, event: h11.Request) -> None:
+        self._is_head_request = event.method == b"HEAD"
         if event.http_version > b"1.1":
             raise _RefusedError(_HTTP_VERSION_NOT_SUPPORTED)
         # Each field with its colon, space and line end.
         num_bytes = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
         if num_bytes > self.config.h11_max_incomplete_size:
             raise _RefusedError(_REQUEST_HEADER_FIELDS_TOO_LARGE)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+            raise _RefusedError(_BAD_REQUEST)
+
+    async def _send_error_response(self, status_code: int) -> None:
+        phrase = _REASONS.get(status_code, b"").decode()
+        body = status_reply(status_code, f"The request cannot be read as HTTP/1.1: {phrase}.").body
+        headers = [(b"connection", b"close"), *self.config.response_headers("h11")]
+        if self._is_head_request:
+            body = b""
+        else:
+            headers.append((b"content-type", b"application/json"))
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
+        if body:
+            await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
 
     async def _refuse(self, status: int) -> None:
         await self._send_error_response(status)

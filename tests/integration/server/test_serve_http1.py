@@ -242,17 +242,35 @@ async def test_a_header_that_does_not_end_is_cut_after_the_header_timeout(sent: 
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200) + b"\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nhost: test\r\nbig: " + b"x" * 100_000, 431),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"POST / HTTP/1.1\r\nhost: test\r\ntransfer-encoding: gzip\r\n\r\n", 501),
+        (b"POST /length HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (
+            b"POST /length HTTP/1.1\r\nhost: test\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
     ],
-    ids=["line", "path", "host", "length", "tls", "oversize", "h2c"],
+    ids=["line", "path", "host", "length", "tls", "oversize", "h2c", "encoding", "chunk", "length and encoding"],
 )
 async def test_what_is_not_http1_gets_an_error_and_the_server_lives_on(sent: bytes, status: int) -> None:
     async with open_server(make_quart_app()) as server:
         async with open_raw_http(server.url) as client:
             await client.send(sent)
-            assert (await client.read_response()).status == status
+            response = await client.read_response()
+            assert response.status == status
+            assert response.head.header("content-type") == "application/json"
+            assert set(json.loads(response.body)["error"]) == {"message", "type", "param", "code"}
             assert await client.read_to_end() == b""
         async with open_raw_http(server.url) as client:
             assert (await client.request("GET", "/health")).status == 200
+
+
+async def test_a_head_request_that_is_refused_gets_no_body() -> None:
+    async with open_server(echo_scope, ServerConfig(port=0, max_header_bytes=2048)) as server:
+        async with open_raw_http(server.url) as client:
+            await client.send(request_bytes("HEAD", "/", headers=[("x-much", "a" * 3000)]))
+            head, _, body = (await client.read_to_end()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 431 ")
+            assert body == b""
 
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(1000, 200), (2100, 431), (200_000, 431)])
