@@ -107,16 +107,19 @@ class Exchange:
     # From the server
 
     def on_started(self, message: Mapping[str, Any]) -> None:
+        """The engine has it."""
         self.num_prompt_tokens = message["prompt_tokens"]
         self.warnings = tuple(message["warnings"])
         self._is_started = True
         self._reader.unpark_all()
 
     def on_chunk(self, data: Mapping[str, Any]) -> None:
+        """Something new came."""
         self._chunks.append(data)
         self._reader.unpark_all()
 
     def on_end(self, error: TrioEngineError | None = None) -> None:
+        """Nothing more will come. The first time counts."""
         if not self._is_over:
             self._is_over, self._error = True, error
         self._reader.unpark_all()

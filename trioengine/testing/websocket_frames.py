@@ -39,6 +39,7 @@ def frame(
 
 
 def close_frame(code: int, reason: bytes = b"") -> bytes:
+    """A close frame of a client's."""
     return frame(CLOSE, struct.pack("!H", code) + reason)
 
 
@@ -51,7 +52,7 @@ class Received:
 
     @property
     def code(self) -> int | None:
-        """Of a close frame; None where it has none."""
+        """Of a close frame; None where it says none."""
         assert self.opcode == CLOSE
         return struct.unpack("!H", self.payload[:2])[0] if self.payload else None
 

@@ -440,3 +440,41 @@ async def test_upgrades_that_may_not_be_are_refused(
         head = await upgrade(http, path, headers)
         assert head.status == status
         assert "error" in json.loads(await http.read_body(head))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 100,
+        b"GET /v1/stream HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET /v1/stream HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+        b"POST /v1/stream HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\nhello",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+    ids=["nothing", "zeros", "no upgrade", "half an upgrade", "POST", "TLS"],
+)
+@pytest.mark.parametrize("end", ["fin", "rst"])
+async def test_whatever_strangers_send_the_others_go_on(kind: str, data: bytes, end: str) -> None:
+    # For as long trio-websocket waits for the rest, also when the stranger has gone.
+    async with open_served(kind, header_timeout_s=0.2) as served, served.connect() as bystander:
+        async with open_raw_http(served.url) as http:
+            await http.send(data)
+            if end == "fin":
+                http.send_fin()
+                await http.read_to_end()
+            else:
+                http.reset()
+        await bystander.create(max_tokens=1)
+        assert (await bystander.read_to_end())[-1]["type"] == "done"
+
+
+async def test_a_ping_during_the_closing_harms_nobody(kind: str) -> None:
+    """trio-websocket's reader fails at it; its own server would end with it."""
+    async with open_served(kind) as served, served.connect() as bystander, served.connect() as client:
+        await client.frames.send(
+            frame(BINARY, b"x"), frame(PING, b"1"), frame(TEXT, b"{}"), frame(PING, b"2"), close_frame(1003)
+        )
+        await client.frames.http.read_to_end()
+        await bystander.create(max_tokens=1)
+        assert (await bystander.read_to_end())[-1]["type"] == "done"
