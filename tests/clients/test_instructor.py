@@ -50,7 +50,7 @@ def test_json_mode(openai_client: OpenAI, options: dict[str, Any]) -> None:
     """The schema is in the prompt only; the model can be trusted with this one."""
     client: Any = instructor.from_openai(openai_client, mode=instructor.Mode.JSON)
     person = client.create(response_model=Person, **options)
-    assert person == Person(name="Jason", age=25)
+    assert (person.name, person.age) == ("Jason", 25)
 
 
 def test_the_async_client(server: Any, options: dict[str, Any]) -> None:
