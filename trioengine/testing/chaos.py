@@ -381,12 +381,11 @@ class Traffic:
         )
         names = {field.name for field in attrs.fields(SamplingParams)}
         of_sampling = {name: value for name, value in changes.items() if name in names}
-        others = {name: value for name, value in changes.items() if name not in names}
-        others = {
+        others: dict[str, Any] = {
             "cache_salt": chance.choice((None, None, "salt")),
             "priority": chance.randrange(-1, 2),
             "kv_hints": KVHints(chance.random() < 0.8, chance.random() < 0.8),
-        } | others
+        } | {name: value for name, value in changes.items() if name not in names}
         return GenerateRequest(prompt, attrs.evolve(sampling, **of_sampling), **others)
 
 

@@ -238,7 +238,11 @@ async def run_chaos(plan: Plan, model: str) -> list[Traffic]:
                 if end is End.CANCEL:
                     for scope in scopes:
                         scope.cancel()
-                await _end_workers(traffics, are_over)
+                async with trio.open_nursery() as nursery:
+                    if end is End.KILL_CLIENT:
+                        nursery.start_soon(_resume_again_and_again, traffics[0])
+                    await _end_workers(traffics, are_over)
+                    nursery.cancel_scope.cancel()
                 if end not in (End.KILL_CORE, End.KILL_STOPPED_CORE):
                     with trio.fail_after(END_TIMEOUT_S):
                         await _check_all_is_well(scene, traffics, end, is_last=is_last)
@@ -251,6 +255,13 @@ async def _run_traffic(traffic: Traffic, scope: trio.CancelScope, is_over: trio.
     with scope:
         await traffic.run()
     is_over.set()
+
+
+async def _resume_again_and_again(traffic: Traffic) -> None:
+    """A client that was killed may have left a pause, also one that the core has not read yet."""
+    while True:
+        await traffic.resume()
+        await trio.sleep(0.02)
 
 
 async def _end_workers(traffics: Sequence[Traffic], are_over: Sequence[trio.Event]) -> None:
@@ -341,13 +352,13 @@ async def _act(
 async def _check_all_is_well(scene: Scene, traffics: Sequence[Traffic], end: End, *, is_last: bool) -> None:
     """After everybody in this process has left. The client process goes on until the last round has ended."""
     scene.check_health()
-    await traffics[0].resume()
+    for traffic in traffics:
+        await traffic.resume()  # Each for itself: what it asked for last comes first.
     if scene.client is not None and is_last:
         assert scene.client.stdin is not None
         await scene.client.stdin.aclose()
         status = await scene.client.wait()
         assert end is End.KILL_CLIENT or status == 0, await _errors_of(scene.client)
-        await traffics[0].resume()
         await _until_idle(traffics[0])
     for traffic in traffics:
         if scene.client is None or is_last:
@@ -357,9 +368,11 @@ async def _check_all_is_well(scene: Scene, traffics: Sequence[Traffic], end: End
 
 
 async def _until_idle(traffic: Traffic) -> None:
-    """What a process has left behind is found by the system, and then by the core."""
-    while (load := await traffic.engine.call(GetLoad())).running or load.waiting:  # noqa: ASYNC110 (nobody tells)
+    """What a process has left behind is found by the system, and then by the core; there may be a pause among it."""
+    while (load := await traffic.engine.call(GetLoad())).running or load.waiting:
+        await traffic.resume()
         await trio.sleep(0.005)
+    await traffic.resume()
 
 
 def _is_well(check: Callable[[], None]) -> bool:
