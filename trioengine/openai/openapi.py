@@ -199,7 +199,8 @@ class _Schemas:
             sampling = self.properties(SamplingParams, is_request=True)
             structured: dict[str, Schema] = {name: {} for name in sorted(STRUCTURED_FIELDS)}
             properties = {**structured, **sampling, **properties}
-            properties = {name: schema for name, schema in properties.items() if name not in _NOT_OFFERED}
+            hidden = _NOT_OFFERED | class_.refused_fields
+            properties = {name: schema for name, schema in properties.items() if name not in hidden}
         schema: Schema = {"type": "object", "properties": properties}
         description = inspect.getdoc(class_)
         if description:

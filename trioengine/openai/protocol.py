@@ -9,7 +9,7 @@ cannot be honoured, are refused by name.
 import functools
 import re
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import attrs
 from cattrs import Converter
@@ -37,7 +37,10 @@ class StreamOptions:
 
 @attrs.frozen(kw_only=True)
 class RequestBody:
-    """What both kinds of request have."""
+    """What all kinds of request for text have."""
+
+    refused_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of `SamplingParams`, or for the form, that a kind has other names for."""
 
     sampling: SamplingParams
     model: str | None = None
@@ -125,11 +128,14 @@ def structure_request(
         request_class: a class of `RequestBody`.
 
     Raises:
-        RequestError: a value is of the wrong type. `param` is its path.
+        RequestError: a value is of the wrong type, or tells a stream that is not asked for. `param` is its path.
     """
     own = {_SAMPLING: sampling_fields, "given_fields": fields.keys()}
     known = _field_names(SamplingParams) - _HIDDEN_SAMPLING_FIELDS | STRUCTURED_FIELDS
-    return structure_body(converter, fields, request_class, own, known)
+    body = structure_body(converter, fields, request_class, own, known)
+    if fields.get(_STREAM_OPTIONS) and fields.get("stream") is not True:
+        raise RequestError(f"{_STREAM_OPTIONS} needs stream to be true.", param=_STREAM_OPTIONS)
+    return body
 
 
 def structure_body(
@@ -218,6 +224,7 @@ def structure_int(value: object) -> int:
 
 
 _SAMPLING = "sampling"
+_STREAM_OPTIONS = "stream_options"
 _NOT_OVER_HTTP = ("detokenize", "output_kind", "logits_processors", "extra_args", "structured_outputs")
 _HIDDEN_SAMPLING_FIELDS = frozenset({"detokenize", "output_kind"})
 _UNKNOWN = "unknown_fields"

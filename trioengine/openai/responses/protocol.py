@@ -165,6 +165,8 @@ class Reasoning:
 class ResponseRequest(RequestBody):
     """The body of `POST /v1/responses`."""
 
+    refused_fields = frozenset({"logprobs", "max_tokens", "n", "response_format"})
+
     input: tuple[InputItem, ...] = attrs.field(
         default=(),
         metadata={"schema": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}},
