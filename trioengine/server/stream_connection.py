@@ -167,7 +167,8 @@ class StreamConnection:
 
     def wake_writer(self) -> None:
         """There is something to send."""
-        self._writer.unpark()
+        if self._writer:  # It mostly runs already, or is told already.
+            self._writer.unpark()
 
     def _cancel(self, id_: str) -> None:
         request = self._requests.get(id_)

@@ -67,24 +67,31 @@ class StreamConnection:
         self._splitter = FrameSplitter()
 
     async def __aenter__(self) -> "StreamConnection":
+        try:
+            self._stream = await trio.open_tcp_stream(self._address.host, self._address.port)
+            await self._greet(self._stream)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def _greet(self, stream: trio.SocketStream) -> None:
         address = self._address
-        self._stream = await trio.open_tcp_stream(address.host, address.port)
         upgrade = (
             f"GET {address.prefix}{STREAM_PATH} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
             "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
             "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
         )
-        await self._stream.send_all(upgrade.encode())
+        await stream.send_all(upgrade.encode())
         head = b""
         while b"\r\n\r\n" not in head:
-            data = bytes(await self._stream.receive_some(4096))
+            data = bytes(await stream.receive_some(4096))
             if not data:
                 raise BenchError("The server hung up on the upgrade.")
             head += data
         if not head.startswith(b"HTTP/1.1 101 "):
             raise BenchError(f"The server refuses the upgrade: {head[:200]!r}")
         await self.send([write_message(Hello(PROTOCOL_VERSION))])
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
