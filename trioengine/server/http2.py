@@ -5,6 +5,8 @@
   streams with it.
 - While the server drains, new streams are refused in the way that lets a client try again elsewhere.
 - A client that opens streams only to reset them is cut off (CVE-2023-44487).
+- Streams with something to send take turns. Hypercorn's tree of priorities, which RFC 9113 has deprecated, let a stream
+  wait for as long as new ones with short answers came.
 """
 
 import contextlib
@@ -20,11 +22,55 @@ from hypercorn.protocol.events import Body, Data
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.typing import Event as AsyncEvent
+from priority.priority import DeadlockError, MissingStreamError
 
 MAX_RESETS = 200
 """How many streams a client may reset in quick succession: a page with so many answers that is closed, and more."""
 RESETS_PER_S = 20.0
 """How fast it may go on after that."""
+
+
+class StreamTurns:
+    """Whose turn it is to send, of the streams that have something: each once before any again. Stands where Hypercorn
+    keeps its tree of priorities, whose methods these are.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._ready: dict[int, None] = {}
+        """In the order of their turns."""
+
+    def __next__(self) -> int:
+        """The next stream, which then comes last; DeadlockError where none has anything to send."""
+        if not self._ready:
+            raise DeadlockError
+        stream_id = next(iter(self._ready))
+        del self._ready[stream_id]
+        self._ready[stream_id] = None
+        return stream_id
+
+    def insert_stream(self, stream_id: int) -> None:
+        """A new stream, which has something to send until it is blocked."""
+        self._known.add(stream_id)
+        self._ready[stream_id] = None
+
+    def remove_stream(self, stream_id: int) -> None:
+        """The stream has ended."""
+        self._known.discard(stream_id)
+        self._ready.pop(stream_id, None)
+
+    def block(self, stream_id: int) -> None:
+        """The stream has nothing to send, or may not."""
+        self._ready.pop(stream_id, None)
+
+    def unblock(self, stream_id: int) -> None:
+        """The stream may have something to send; MissingStreamError where there is none."""
+        if stream_id not in self._known:
+            raise MissingStreamError(stream_id)
+        self._ready.setdefault(stream_id)
+
+    def reprioritize(self, **_: object) -> None:
+        """What clients say of priorities changes nothing."""
 
 
 class _StalledError(Exception):
@@ -37,6 +83,7 @@ class Http2Protocol(H2Protocol):
     def __init__(self, *arguments: Any, write_timeout_s: float) -> None:
         super().__init__(*arguments)
         self.stream_buffers = _BoundedBuffers(write_timeout_s)
+        self.priority = cast(Any, StreamTurns())
         self._num_resets = 0.0
         self._last_reset_s = trio.current_time()
 
