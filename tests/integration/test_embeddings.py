@@ -60,8 +60,10 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @asynccontextmanager
 async def opened(folder: str) -> AsyncGenerator[Engine, None]:
+    # However many wait: what is refused, when too many do, is another test's.
+    config = EngineConfig(model=folder, cpu_threads=1, max_num_queued_reqs=None)
     with trio.fail_after(TIMEOUT_S):
-        async with open_engine(EngineConfig(model=folder, cpu_threads=1)) as engine:
+        async with open_engine(config) as engine:
             yield engine
 
 

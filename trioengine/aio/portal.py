@@ -9,7 +9,7 @@ thread-safe doors that the loops have for this (`call_soon_threadsafe`, `TrioTok
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Generic, TypeVar
 
@@ -171,19 +171,20 @@ async def open_portal(open_value: Callable[[], AbstractAsyncContextManager[T]]) 
         except BaseException as raised:  # A border: it is raised on the other side.
             error = raised
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_end, opened, finished, error)
+            loop.call_soon_threadsafe(_end, (started, opened), finished, error)
 
     # A daemon: an application that drops its loop without closing must be able to exit; cores end with their parent.
     thread = threading.Thread(target=run, name="trioengine-aio", daemon=True)
     thread.start()
-    token = await _wait_surely(started, lambda: None)
 
     def post(function: Callable[[], None]) -> None:
-        with contextlib.suppress(trio.RunFinishedError):
-            token.run_sync_soon(function)
+        if started.done() and started.exception() is None:
+            with contextlib.suppress(trio.RunFinishedError):
+                started.result().run_sync_soon(function)
 
     is_open = False
     try:
+        await _wait_surely(started, lambda: None)  # A cancel finds its way below, once there is someone to be told.
         portal = await _wait_surely(opened, lambda: post(scope.cancel))
         is_open = True
         yield portal
@@ -195,12 +196,15 @@ async def open_portal(open_value: Callable[[], AbstractAsyncContextManager[T]]) 
             thread.join()  # It has nothing left to do.
 
 
-def _end(opened: "asyncio.Future[Any]", finished: "asyncio.Future[None]", error: BaseException | None) -> None:
-    """The Trio run has ended."""
-    if not opened.done():
-        opened.set_exception(error or EngineClosedError(CLOSED))
-        error = None
-    if error is None:
+def _end(
+    awaited: "Sequence[asyncio.Future[Any]]", finished: "asyncio.Future[None]", error: BaseException | None
+) -> None:
+    """The Trio run has ended. Its error is that of what never came; otherwise it is raised at the end."""
+    missing = [future for future in awaited if not future.done()]
+    for future in missing:
+        future.set_exception(error or EngineClosedError(CLOSED))
+        future.exception()  # It counts as seen: only the first one is waited for.
+    if error is None or missing:
         finished.set_result(None)
     else:
         finished.set_exception(error)

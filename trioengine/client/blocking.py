@@ -16,7 +16,7 @@ import zmq
 
 from trioengine.checkpoint.locate import ModelLocation
 from trioengine.client.interrupts import Interrupts
-from trioengine.client.link import DISCONNECT_POLL_S, DISCONNECT_TIMEOUT_S
+from trioengine.client.link import DISCONNECT_POLL_S, DISCONNECT_TIMEOUT_S, check_lockstep
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
 from trioengine.core.engine_core import EngineCore
@@ -348,6 +348,7 @@ class SyncMPClient:
                 raise EngineStartError(
                     f"The core of rank {core.rank} runs another model than that of {self._cores[0].rank}."
                 )
+        check_lockstep(self._config, self.ready)
 
     def _wait(self, timeout_s: float) -> None:
         """Until a message has come, a core has exited, or the time is out."""

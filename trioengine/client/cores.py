@@ -21,7 +21,7 @@ import attrs
 import trio
 
 from trioengine.checkpoint.locate import FetchProgress, ModelLocation, resolve_model
-from trioengine.client.link import CoreLink, LinkClient, OnProgress, WatchedCore
+from trioengine.client.link import CoreLink, LinkClient, OnProgress, WatchedCore, check_lockstep
 from trioengine.client.remote_core import RemoteCore
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
@@ -90,7 +90,9 @@ class Cores:
             CheckpointError, ConfigError, EngineStartError: why one cannot start.
         """
         timeout_s = self.config.startup_timeout_s
-        return await self.link.wait_ready(on_progress or ignore_progress, timeout_s=timeout_s)
+        readies = await self.link.wait_ready(on_progress or ignore_progress, timeout_s=timeout_s)
+        check_lockstep(self.config, readies[0])
+        return readies
 
     @property
     def dead_error(self) -> EngineDeadError | EngineClosedError | None:

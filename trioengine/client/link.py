@@ -10,7 +10,15 @@ import attrs
 import trio
 
 from trioengine.client.remote_core import HEARTBEAT_INTERVAL_S, RemoteCore
-from trioengine.errors import CodecError, EngineDeadError, EngineStartError, PeerUnreachableError, TrioEngineError
+from trioengine.config.engine import EngineConfig
+from trioengine.errors import (
+    CodecError,
+    ConfigError,
+    EngineDeadError,
+    EngineStartError,
+    PeerUnreachableError,
+    TrioEngineError,
+)
 from trioengine.frontend.frontend import AddedRequest, Frontend, PendingCall
 from trioengine.observability.stats import StatLogger
 from trioengine.transport.interface import FrontEndSocket
@@ -58,6 +66,20 @@ class LinkClient:
     stat_loggers: Sequence[StatLogger] = ()
     """Asked to log from time to time; the front end gives them what to."""
     log_stats_interval_s: float = 10.0
+
+
+def check_lockstep(config: EngineConfig, ready: Ready) -> None:
+    """Raise where cores that step together have several clients, each of one rank: nobody could wake the idle ones.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if ready.needs_lockstep and config.data_parallel_rank is not None:
+        raise ConfigError(
+            "This model's cores compute each step together, so one engine must have them all: leave data_parallel_rank "
+            "unset.",
+            option="data_parallel_rank",
+        )
 
 
 class CoreLink:

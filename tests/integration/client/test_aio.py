@@ -1,6 +1,7 @@
 """The engine from asyncio programs: requests, errors and cancellation cross, and everything ends with the block."""
 
 import asyncio
+import errno
 import os
 import signal
 import threading
@@ -256,6 +257,36 @@ def test_cancelling_while_it_opens_leaves_nothing(model: str, delay_s: float) ->
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(open_it(), delay_s)
 
+    run(main())
+
+
+def test_cancelling_before_the_thread_has_begun_leaves_nothing(model: str) -> None:
+    """No process and no thread; the fixture looks."""
+
+    async def main() -> None:
+        async def open_it() -> None:
+            async with open_fake(model):
+                pytest.fail("opened")
+
+        task = asyncio.create_task(open_it())
+        await asyncio.sleep(0)  # It runs up to its first wait, which is for the thread.
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(main())
+
+
+def test_a_thread_that_cannot_begin_says_so(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="too many open files"):
+            async with open_fake(model):
+                pytest.fail("opened")
+
+    monkeypatch.setattr("trioengine.aio.portal.trio.run", fail)
     run(main())
 
 

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import trio
 
 from trioengine.client.engine import Engine, open_engine
+from trioengine.client.llm_engine import LLMEngine
 from trioengine.config.engine import EngineConfig
+from trioengine.errors import ConfigError
 from trioengine.testing.fake_executor import generate_alone
 from trioengine.testing.fake_tokenizer import write_fake_model
 from trioengine.types.messages import CheckIntegrity, CoreLoad, GetLoad, Sleep, WakeUp
@@ -46,3 +49,23 @@ async def test_dummy_steps_release_a_gloo_barrier(tmp_path: Path) -> None:
             await generate(engine, 1, 3)
             load = await engine.call(GetLoad())
             assert load == CoreLoad(0, 0, load.total_blocks, load.total_blocks)
+
+
+def test_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    """Others would have to wake it for their steps, and cannot. By a loop of trio's, and without one."""
+    options = {"store": str(tmp_path / "store")}
+    config = EngineConfig(model=str(write_fake_model(tmp_path)), data_parallel_rank=0)
+
+    async def open_it() -> None:
+        with trio.fail_after(TIMEOUT_S):
+            async with open_engine(config, core_module=MODULE, core_options=options):
+                pytest.fail("opened")
+
+    def open_blocking() -> None:
+        LLMEngine(config, multiprocess=True, core_module=MODULE, core_options=options)
+
+    for opening in (lambda: trio.run(open_it), open_blocking):
+        with pytest.raises(ConfigError) as caught:
+            opening()
+        assert caught.value.option == "data_parallel_rank"
+        (tmp_path / "store").unlink(missing_ok=True)

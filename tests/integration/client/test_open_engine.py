@@ -92,6 +92,7 @@ async def test_opening_and_closing_five_times_leaks_nothing(
             assert children()
 
     await open_and_close()  # What Python and libraries keep for good is there now.
+    threads = set(threading.enumerate())
     num_fds = process.num_fds()
     num_maps = sum("trioengine" in each.path for each in process.memory_maps())
     for _ in range(4):
@@ -99,7 +100,8 @@ async def test_opening_and_closing_five_times_leaks_nothing(
     assert process.num_fds() <= num_fds
     assert sum("trioengine" in each.path for each in process.memory_maps()) <= num_maps
     assert os.listdir(tmp_path) == []
-    assert all(thread.name == "MainThread" or "Trio" in thread.name for thread in threading.enumerate())
+    # Trio keeps idle threads of its own for a while.
+    assert [each.name for each in set(threading.enumerate()) - threads if "Trio" not in each.name] == []
 
 
 async def test_two_engines_live_in_one_process(model: str) -> None:
