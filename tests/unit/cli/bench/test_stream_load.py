@@ -51,7 +51,7 @@ async def test_a_stream_that_fails_ends_the_load() -> None:
 
 
 async def test_a_server_that_refuses_is_an_error() -> None:
-    config = ServerConfig(port=0, api_key="key")
+    config = ServerConfig(port=0)
     async with open_server(create_app(FakeEngine(), config), config) as server:
         connection = StreamConnection(ServerAddress.from_url(server.url + "/nowhere"))
         with pytest.raises(BenchError):
