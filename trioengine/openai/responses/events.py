@@ -42,6 +42,7 @@ from trioengine.types.output import CompletionOutput, FinishReason, RequestOutpu
 from trioengine.types.params import SamplingParams
 
 _SERVICE_TIER = "default"
+_TEXT_DELTA = b"response.output_text.delta"
 
 
 class ResponseStatus(enum.StrEnum):
@@ -61,9 +62,9 @@ class ResponseStatus(enum.StrEnum):
         return self not in (ResponseStatus.QUEUED, ResponseStatus.IN_PROGRESS)
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Event:
-    """One event."""
+    """One event. Not changed by anyone; freezing it would take as long as writing it."""
 
     type: bytes
     data: bytes
@@ -84,15 +85,23 @@ class _OpenReasoning:
     id: str
     part: str
     """"reasoning_text" or "summary_text"."""
-    text: str = ""
+    texts: list[str] = attrs.field(factory=list[str])
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 @attrs.define
 class _OpenMessage:
     id: str
     before_delta: bytes
-    text: str = ""
+    texts: list[str] = attrs.field(factory=list[str])
     logprobs: list[Mapping[str, object]] = attrs.field(factory=list[Mapping[str, object]])
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 @attrs.define
@@ -101,7 +110,11 @@ class _OpenCall:
     call_id: str
     name: str
     before_delta: bytes
-    arguments: str = ""
+    texts: list[str] = attrs.field(factory=list[str])
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.texts)
 
 
 _Open: TypeAlias = _OpenReasoning | _OpenMessage | _OpenCall
@@ -150,7 +163,11 @@ class ResponseEvents:
         self._logprobs: list[Mapping[str, object]] = []
         """Of tokens whose text is held back."""
         self._after_call = False
+        self._is_plain = form.is_plain
+        self._latest: RequestOutput | None = None
+        """None again at the end: it has the prompt."""
         self._usage: Mapping[str, object] | None = None
+        """At the end."""
         self._error: Mapping[str, object] | None = None
         self._incomplete: Mapping[str, object] | None = None
         self._completed_s: int | None = None
@@ -169,7 +186,7 @@ class ResponseEvents:
             "error": self._error,
             "incomplete_details": self._incomplete,
             "output": list(output),
-            "usage": self._usage,
+            "usage": self._usage or self._usage_fields(),
         }
 
     def begin(self) -> Sequence[Event]:
@@ -181,6 +198,22 @@ class ResponseEvents:
     def feed(self, output: RequestOutput) -> Sequence[Event]:
         """The events of an output."""
         (choice,) = output.outputs
+        self._latest = output
+        message = self._open
+        if self._is_plain and message is not None and choice.finish_reason is None:
+            # Nearly all outputs are like this one.
+            assert isinstance(message, _OpenMessage), "an answer of plain text has nothing else"
+            text = choice.text
+            if not text:
+                return ()
+            message.texts.append(text)
+            data = b'%b%b,"logprobs":[],"sequence_number":%d}' % (
+                message.before_delta,
+                encode_basestring_ascii(text).encode(),
+                self._number,
+            )
+            self._number += 1
+            return (Event(_TEXT_DELTA, data),)
         if self.status is ResponseStatus.QUEUED:
             self.status = ResponseStatus.IN_PROGRESS
             self._add_response(b"response.in_progress")
@@ -197,7 +230,6 @@ class ResponseEvents:
                 self._read(reader, piece, is_last=False)
             if is_last:
                 self._read(reader, Piece("", (), ()), is_last=True)
-        self._usage = _usage_fields(output, reader.num_reasoning_tokens)
         if is_last:
             self._finish(choice)
         return self._take()
@@ -219,7 +251,7 @@ class ResponseEvents:
 
     def complete_empty(self) -> Sequence[Event]:
         """The events of a response without an answer, which a later one goes on from."""
-        self._usage = _no_usage()
+        self._latest = RequestOutput("", (), (), finished=True, num_generated_tokens=0)
         self._end(ResponseStatus.COMPLETED, b"response.completed")
         return self._take()
 
@@ -260,7 +292,7 @@ class ResponseEvents:
             self._close(ItemStatus.COMPLETED)
             self._after_call = False
             message = _OpenMessage(new_item_id(ItemType.MESSAGE), b"")
-            message.before_delta = self._before_delta("response.output_text.delta", message.id, content_index=0)
+            message.before_delta = self._before_delta(_TEXT_DELTA.decode(), message.id, content_index=0)
             self._open_item(message)
             self._add(b"response.content_part.added", item_id=message.id, content_index=0, part=output_text_fields(""))
         if not text and not self._logprobs:
@@ -270,10 +302,9 @@ class ResponseEvents:
             logprobs = b"[" + b",".join(map(dumps, self._logprobs)) + b"]"
             message.logprobs += self._logprobs
             self._logprobs = []
-        message.text += text
-        # Nearly all events are like this one.
+        message.texts.append(text)
         self._add_bytes(
-            b"response.output_text.delta",
+            _TEXT_DELTA,
             message.before_delta + encode_basestring_ascii(text).encode() + b',"logprobs":' + logprobs,
         )
 
@@ -286,12 +317,12 @@ class ResponseEvents:
             )
             self._open_item(reasoning)
             self._add(self._part_event("added"), **self._part_place(reasoning), part=_part(reasoning))
-        reasoning.text += text
+        reasoning.texts.append(text)
         name = b"response.reasoning_summary_text.delta" if self._is_summary else b"response.reasoning_text.delta"
         self._add(name, **self._part_place(reasoning), delta=text)
 
     def _add_arguments(self, call: _OpenCall, arguments: str) -> None:
-        call.arguments += arguments
+        call.texts.append(arguments)
         self._add_bytes(
             b"response.function_call_arguments.delta",
             call.before_delta + encode_basestring_ascii(arguments).encode(),
@@ -353,6 +384,7 @@ class ResponseEvents:
 
     def _end(self, status: ResponseStatus, name: bytes, item_status: ItemStatus = ItemStatus.INCOMPLETE) -> None:
         self._close(item_status)
+        self._usage, self._latest = self._usage_fields(), None
         self.status = status
         self._completed_s = int(self._clock()) if status is ResponseStatus.COMPLETED else None
         self._add_response(name)
@@ -366,6 +398,21 @@ class ResponseEvents:
                 return item_fields(_reasoning_item(item, ItemStatus.IN_PROGRESS))
             case _OpenCall():
                 return item_fields(_call_item(item, ItemStatus.IN_PROGRESS))
+
+    def _usage_fields(self) -> Mapping[str, object] | None:
+        """As of the newest output; None before the first."""
+        output = self._latest
+        if output is None:
+            return None
+        num_input, num_output = len(output.prompt_token_ids), output.num_generated_tokens
+        num_reasoning = 0 if self._reader is None else self._reader.num_reasoning_tokens
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "total_tokens": num_input + num_output,
+        }
 
     def _part_event(self, what: str) -> bytes:
         name = "reasoning_summary_part" if self._is_summary else "content_part"
@@ -491,27 +538,6 @@ def _choice_fields(request: ResponseRequest) -> object:
             return {"type": "allowed_tools", "mode": "required" if is_required else "auto", "tools": tools}
         case choice:
             return choice.value
-
-
-def _usage_fields(output: RequestOutput, num_reasoning_tokens: int) -> Mapping[str, object]:
-    num_input, num_output = len(output.prompt_token_ids), output.num_generated_tokens
-    return {
-        "input_tokens": num_input,
-        "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
-        "total_tokens": num_input + num_output,
-    }
-
-
-def _no_usage() -> Mapping[str, object]:
-    return {
-        "input_tokens": 0,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 0,
-    }
 
 
 def _error_fields(error: Exception) -> Mapping[str, object]:
