@@ -13,6 +13,7 @@ from trioengine.openai.protocol import (
     NEUTRAL,
     Neutral,
     RequestBody,
+    check_stream_options,
     make_request_converter,
     parse_fields,
     register_object,
@@ -193,6 +194,7 @@ def parse_chat_request(body: bytes) -> ChatCompletionRequest:
     # What is a number for `SamplingParams` is a switch here, and has a second field.
     sampling_fields = {name: value for name, value in fields.items() if name != "logprobs"}
     request = structure_request(_CONVERTER, fields, sampling_fields, ChatCompletionRequest)
+    check_stream_options(request)
     check_tools(request)
     form = structured_outputs_of(fields)
     logprobs = _num_logprobs(request)

@@ -41,8 +41,10 @@ class ChatPlan:
     """The field of the request that asks for a form."""
 
     def as_written(self, error: RequestError) -> RequestError:
-        """The core's error about the form of an answer, with the path that the client wrote."""
+        """The engine's error about a field that the client wrote by another name, with the client's."""
         param = error.param or ""
+        if param == "logprobs":
+            return RequestError(error.message.replace(param, "top_logprobs", 1), param="top_logprobs")
         if not param.startswith(PARAM):
             return error
         path, place = self.form_field or param, f"{param}:"

@@ -11,6 +11,7 @@ from trioengine.openai.protocol import (
     NEUTRAL,
     Neutral,
     RequestBody,
+    check_stream_options,
     make_request_converter,
     parse_fields,
     register_object,
@@ -69,6 +70,7 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
             param="suffix",
         )
     request = structure_request(_CONVERTER, fields, fields, CompletionRequest)
+    check_stream_options(request)
     if request.best_of is not None and request.best_of != request.sampling.n:
         raise RequestError(
             "best_of must be the same as n, or be left out: this server tells every answer that it makes.",

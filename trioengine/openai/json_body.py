@@ -36,9 +36,10 @@ def parse_object(body: bytes) -> dict[str, object]:
         ) from None
     except RecursionError:
         raise RequestError("The body of the request is nested too deeply.") from None
-    except ValueError as error:
-        # `_refuse_constant`, `_finite_float`, or an integer of thousands of digits.
+    except _NumberError as error:
         raise RequestError(f"The body of the request has an unusable number: {error}.") from None
+    except ValueError:  # Python reads no integer of thousands of digits.
+        raise RequestError("The body of the request has an unusable number: it has too many digits.") from None
     if not isinstance(value, dict):
         raise RequestError("The body of the request must be a JSON object.")
     # Raw control characters are no JSON and raw surrogates no UTF-8, so both come from escapes only.
@@ -84,14 +85,18 @@ def _check_string(path: str, text: str) -> None:
     raise RequestError(f"{place} has {what}, which is not text.", param=path or None)
 
 
+class _NumberError(ValueError):
+    """Says why."""
+
+
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _NumberError(f"{name} is not a JSON number")
 
 
 def _finite_float(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError("it is too large")
+        raise _NumberError("it is too large")
     return number
 
 

@@ -128,14 +128,21 @@ def structure_request(
         request_class: a class of `RequestBody`.
 
     Raises:
-        RequestError: a value is of the wrong type, or tells a stream that is not asked for. `param` is its path.
+        RequestError: a value is of the wrong type. `param` is its path.
     """
     own = {_SAMPLING: sampling_fields, "given_fields": fields.keys()}
     known = _field_names(SamplingParams) - _HIDDEN_SAMPLING_FIELDS | STRUCTURED_FIELDS
-    body = structure_body(converter, fields, request_class, own, known)
-    if fields.get(_STREAM_OPTIONS) and fields.get("stream") is not True:
-        raise RequestError(f"{_STREAM_OPTIONS} needs stream to be true.", param=_STREAM_OPTIONS)
-    return body
+    return structure_body(converter, fields, request_class, own, known)
+
+
+def check_stream_options(request: RequestBody) -> None:
+    """Return unless the request says what a stream tells, and asks for none.
+
+    Raises:
+        RequestError: it does.
+    """
+    if request.stream_options != StreamOptions() and not request.stream:
+        raise RequestError("stream_options needs stream to be true.", param="stream_options")
 
 
 def structure_body(
@@ -224,7 +231,6 @@ def structure_int(value: object) -> int:
 
 
 _SAMPLING = "sampling"
-_STREAM_OPTIONS = "stream_options"
 _NOT_OVER_HTTP = ("detokenize", "output_kind", "logits_processors", "extra_args", "structured_outputs")
 _HIDDEN_SAMPLING_FIELDS = frozenset({"detokenize", "output_kind"})
 _UNKNOWN = "unknown_fields"

@@ -113,6 +113,15 @@ async def test_log_probabilities_are_openais() -> None:
     assert streamed == content
 
 
+async def test_too_many_alternatives_are_an_error_of_the_field_that_asked_for_them() -> None:
+    """The engine knows `logprobs` only."""
+    error = RequestError("Requested logprobs of 99, which is greater than max allowed: 20.", param="logprobs")
+    response = await post(FakeEngine(enter_error=error), logprobs=True, top_logprobs=99)
+    told = (await response.get_json())["error"]
+    assert told["param"] == "top_logprobs"
+    assert told["message"].startswith("Requested top_logprobs of 99")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_schema_that_cannot_be_kept_is_a_400_with_its_path(stream: bool) -> None:
     """Case 31 (llama.cpp 19051): for answers and for strict functions, before any header."""

@@ -68,6 +68,21 @@ async def test_a_wrong_body_is_a_400_and_the_server_lives(body: object) -> None:
     assert (await app.test_client().post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [{"Content-Type": "text/plain"}, {}, {**JSON, "Content-Encoding": "gzip"}],
+    ids=["type", "no type", "compressed"],
+)
+async def test_a_body_that_is_not_declared_as_plain_json_is_a_415(headers: dict[str, str]) -> None:
+    """Whatever is in it."""
+    engine = FakeEngine()
+    data = json.dumps(CHAT)
+    response = await create_app(engine).test_client().post("/v1/chat/completions", data=data, headers=headers)
+    assert response.status_code == 415
+    assert (await error_of(response))["code"] == "unsupported_media_type"
+    assert not engine.requests
+
+
 async def test_a_list_of_an_empty_prompt_is_a_400() -> None:
     """Case 42 (OpenViking 4238)."""
     response = await post(FakeEngine(), {"prompt": [""]}, "/v1/completions")
@@ -131,7 +146,12 @@ async def test_an_unknown_model_is_a_404() -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/nothing", 404), ("GET", "/", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)],
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/static/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+    ],
 )
 async def test_errors_of_the_address_have_the_shape_too(method: str, path: str, status: int) -> None:
     """Wherever a client looks."""

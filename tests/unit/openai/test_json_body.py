@@ -99,3 +99,15 @@ def test_paths_are_written_as_openai_writes_them() -> None:
     """And a key of any length makes no long path."""
     assert field_path(field_path(field_path("", "messages"), 0), "content") == "messages[0].content"
     assert len(field_path("", "x" * 10_000)) < 100
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [("NaN", "NaN is not a JSON number"), ("1e400", "too large"), ("1" * 5000, "too many digits")],
+    ids=["nan", "large", "digits"],
+)
+def test_a_number_that_cannot_be_used_is_called_that(number: str, problem: str) -> None:
+    """In words for a client, not for Python's programmers."""
+    with pytest.raises(RequestError, match=problem) as caught:
+        parse_object(b'{"a": %s}' % number.encode())
+    assert "sys." not in caught.value.message

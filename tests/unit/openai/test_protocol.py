@@ -83,6 +83,8 @@ def test_null_is_the_same_as_leaving_a_field_out() -> None:
         ({"logit_bias": {"1": "2"}}, "logit_bias.1"),
         ({"stream_options": True}, "stream_options"),
         ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
         ({"messages": "Hi"}, "messages"),
         ({"messages": {"role": "user"}}, "messages"),
         ({"messages": ["Hi"]}, "messages[0]"),
@@ -103,6 +105,13 @@ def test_a_value_of_the_wrong_type_is_named_and_never_coerced(fields: dict[str, 
         parse_chat_request(chat(**fields))
     assert caught.value.param == path
     assert path.partition(".")[0].partition("[")[0] in caught.value.message
+
+
+def test_options_of_a_stream_need_one() -> None:
+    """Also for completions; those that ask for nothing are fine."""
+    with pytest.raises(RequestError, match="stream_options needs stream"):
+        parse_completion_request(completion(stream_options={"include_usage": True}))
+    assert parse_completion_request(completion(stream_options={})) == parse_completion_request(completion())
 
 
 def test_missing_fields_are_named() -> None:

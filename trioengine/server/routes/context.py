@@ -115,11 +115,14 @@ class ServerContext:
         """What `read` makes of the request's body; of a long one in a thread.
 
         Raises:
-            RequestError: the body is not declared as JSON, or as `read` raises.
+            RequestError: the body is not declared as JSON, or is compressed, or as `read` raises.
         """
         # Also keeps web pages out: a browser asks before it sends this type to a foreign server.
         if request.mimetype != "application/json":
             raise MediaTypeError("The Content-Type of the request must be application/json.")
+        for name, value in request.scope["headers"]:
+            if name == b"content-encoding" and value.lower() != b"identity":
+                raise MediaTypeError("The body of the request must not be compressed (Content-Encoding).")
         data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
         if len(data) < LONG_BODY_BYTES:
             return read(data)
