@@ -47,7 +47,7 @@ def body_schema(document: Any, path: str) -> Any:
     return document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
 
 
-@pytest.mark.parametrize("config", [ServerConfig(), ServerConfig(enable_admin=True)])
+@pytest.mark.parametrize("config", [ServerConfig(web_page=False), ServerConfig(web_page=False, enable_admin=True)])
 async def test_the_document_has_the_routes_that_there_are(config: ServerConfig) -> None:
     """Walked both ways."""
     app = make_app(config)
