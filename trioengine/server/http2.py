@@ -5,11 +5,13 @@
   streams with it.
 - While the server drains, new streams are refused in the way that lets a client try again elsewhere.
 - A client that opens streams only to reset them is cut off (CVE-2023-44487).
+- WebSockets are HTTP/1.1's only, and this says so: browsers then open a connection of that kind for them.
 - Streams with something to send take turns. Hypercorn's tree of priorities, which RFC 9113 has deprecated, let a stream
   wait for as long as new ones with short answers came.
 """
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any, cast
 
 import h2.events
@@ -17,6 +19,7 @@ import h2.exceptions
 import trio
 from h2.errors import ErrorCodes
 from h2.events import Event
+from h2.settings import SettingCodes
 from hypercorn.events import Closed
 from hypercorn.protocol.events import Body, Data
 from hypercorn.protocol.events import Event as StreamEvent
@@ -86,6 +89,7 @@ class Http2Protocol(H2Protocol):
         self.priority = cast(Any, StreamTurns())
         self._num_resets = 0.0
         self._last_reset_s = trio.current_time()
+        del self.connection.local_settings[SettingCodes.ENABLE_CONNECT_PROTOCOL]
 
     async def stream_send(self, event: StreamEvent) -> None:
         """Send a part of the application's response. Waits while the client does not read, until its time is over."""
@@ -118,6 +122,10 @@ class Http2Protocol(H2Protocol):
                 with contextlib.suppress(h2.exceptions.ProtocolError):  # The client has closed it in the same breath.
                     self.connection.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
                 return False
+            case h2.events.RequestReceived(stream_id=int(stream_id), headers=list(headers)) if _is_connect(headers):
+                with contextlib.suppress(h2.exceptions.ProtocolError):
+                    self.connection.reset_stream(stream_id, ErrorCodes.HTTP_1_1_REQUIRED)
+                return False
             case h2.events.DataReceived(stream_id=int(stream_id)) if stream_id not in self.streams:
                 # It has used up some of the connection's window, which the other streams need.
                 self.connection.acknowledge_received_data(event.flow_controlled_length or 0, stream_id)
@@ -130,6 +138,10 @@ class Http2Protocol(H2Protocol):
                 return True
             case _:
                 return True
+
+
+def _is_connect(headers: Iterable[object]) -> bool:
+    return any(header == (b":method", b"CONNECT") for header in headers)
 
 
 class _BoundedBuffer(StreamBuffer):

@@ -9,6 +9,7 @@ import h2.config
 import h2.connection
 import h2.errors
 import h2.events
+import h2.settings
 import pytest
 import trio
 import trio.lowlevel
@@ -284,6 +285,24 @@ async def check_http2_bystander(server: RunningServer) -> AsyncGenerator[None]:
         yield
         await bystander.send_headers(3, b"GET", b"/health")
         assert await bystander.read_status(3) == b"200"
+
+
+async def test_websockets_over_http2_are_sent_to_http1() -> None:
+    """By the settings, and where a client asks all the same, by the reset (RFC 8441, RFC 9113 7)."""
+    async with (
+        open_tls_server(http2=True) as server,
+        check_http2_bystander(server),
+        open_tls(server.url, alpn=["h2"]) as stream,
+    ):
+        client = Http2Client(stream)
+        await client.send_headers(
+            1, b"CONNECT", b"/echo", (b":protocol", b"websocket"), (b"sec-websocket-version", b"13")
+        )
+        settings = await client.read_event(h2.events.RemoteSettingsChanged)
+        assert h2.settings.SettingCodes.ENABLE_CONNECT_PROTOCOL not in settings.changed_settings
+        await client.flush()
+        reset = await client.read_event(h2.events.StreamReset)
+        assert reset.error_code == h2.errors.ErrorCodes.HTTP_1_1_REQUIRED
 
 
 async def test_http2_data_after_an_early_413_ends_at_most_this_connection() -> None:
