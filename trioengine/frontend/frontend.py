@@ -129,7 +129,7 @@ class Frontend:
 
         Args:
             num_cores: here they are numbered from 0.
-            first_rank: the rank of the first, by which statistics name it.
+            first_rank: the rank of the first, by which requests and statistics name it.
             clock: seconds; deadlines and statistics are of it.
             stat_loggers: none makes no statistics. One that raises is dropped.
             chunk_size: rows of a message handled between two moments at which other tasks may run.
@@ -478,6 +478,7 @@ class Frontend:
             [rank.load for rank in self._ranks],
             rank=processed.data_parallel_rank,
             session_id=processed.session_id,
+            first_rank=self._first_rank,
         )
         return ParentRequest(processed, rank, self._clock() - waited_s)
 

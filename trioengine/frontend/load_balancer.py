@@ -43,19 +43,28 @@ class LoadBalancer:
         """Sessions whose rank is known."""
         return len(self._rank_of_session)
 
-    def choose(self, loads: Sequence[RankLoad], *, rank: int | None = None, session_id: str | None = None) -> int:
-        """The rank of the core that is to compute a request.
+    def choose(
+        self,
+        loads: Sequence[RankLoad],
+        *,
+        rank: int | None = None,
+        session_id: str | None = None,
+        first_rank: int = 0,
+    ) -> int:
+        """Which of the cores, counted from 0, is to compute a request.
 
         Args:
             loads: of each core, in the order of their ranks.
             rank: the one that the request names.
             session_id: later requests of the session go to the same core.
+            first_rank: of the cores.
 
         Raises:
             RequestError: there is no such rank.
         """
         if rank is not None:
-            check_rank(rank, len(loads))
+            check_rank(rank, len(loads), first_rank)
+            rank -= first_rank
         elif session_id is not None and session_id in self._rank_of_session:
             rank = self._rank_of_session[session_id]
         else:
@@ -76,14 +85,16 @@ class LoadBalancer:
         return self._last_rank
 
 
-def check_rank(rank: int, num_cores: int) -> None:
-    """Return when there is a core of this rank.
+def check_rank(rank: int, num_cores: int, first_rank: int = 0) -> None:
+    """Return when there is a core of this rank, among so many from the first.
 
     Raises:
         RequestError: there is none.
     """
-    if not 0 <= rank < num_cores:
+    last_rank = first_rank + num_cores - 1
+    if not first_rank <= rank <= last_rank:
+        allowed = f"{first_rank} to {last_rank}" if num_cores > 1 else f"{first_rank}"
         raise RequestError(
-            f"data_parallel_rank must be 0 to {num_cores - 1}, as the engine has {num_cores} core(s), not {rank}.",
+            f"data_parallel_rank must be {allowed}, as the engine has {num_cores} core(s), not {rank}.",
             param="data_parallel_rank",
         )

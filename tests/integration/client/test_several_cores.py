@@ -20,7 +20,7 @@ import trio
 from trioengine.client.cores import Attachment, Cores, start_cores
 from trioengine.client.engine import Engine, attach_engine, open_engine
 from trioengine.config.engine import EngineConfig
-from trioengine.errors import ConfigError, EngineDeadError, EngineStartError
+from trioengine.errors import ConfigError, EngineDeadError, EngineStartError, RequestError
 from trioengine.testing.fake_core import MODULE
 from trioengine.testing.fake_executor import generate_alone
 from trioengine.testing.fake_tokenizer import write_fake_model
@@ -211,6 +211,10 @@ async def test_an_engine_of_one_rank_starts_that_core_alone(model: str) -> None:
     async with open_several(model, 4, data_parallel_rank=2) as engine:
         assert len(psutil.Process().children()) == 1
         assert await tokens_of(engine, [4, 5]) == right_tokens([4, 5])
+        assert await tokens_of(engine, [4, 5], rank=2) == right_tokens([4, 5])
+        with pytest.raises(RequestError, match="must be 2") as caught:
+            await tokens_of(engine, [4, 5], rank=0)
+        assert caught.value.param == "data_parallel_rank"
 
 
 async def test_two_cores_with_a_real_model_give_the_same_answers() -> None:
