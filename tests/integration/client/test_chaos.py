@@ -158,7 +158,7 @@ async def open_scene(plan: Plan, model: str) -> AsyncGenerator[Scene, None]:
             handles = cores.link._cores
             if plan.has_client_process:
                 client = await _start_client(plan, cores.attachments[-1])
-                stack.callback(_end_client, client)
+                stack.push_async_callback(_end_client, client)
             engines = [
                 await stack.enter_async_context(attach_engine(attachment))
                 for attachment in cores.attachments[: plan.num_clients]
@@ -191,10 +191,12 @@ async def _errors_of(process: trio.Process) -> str:
     return b"".join([data async for data in process.stderr]).decode()
 
 
-def _end_client(process: trio.Process) -> None:
+async def _end_client(process: trio.Process) -> None:
+    """Killed, so none of this waits for long."""
     if process.poll() is None:
         process.kill()
-        process._proc.wait()
+    with trio.CancelScope(shield=True):
+        await process.wait()
     streams: Any = (process.stdin, process.stdout, process.stderr)
     for stream in streams:
         stream.close()
