@@ -201,16 +201,25 @@ class ResponsesConnection:
         if lane.stream_id is not None:
             end = b',"stream_id":' + encode_basestring_ascii(lane.stream_id).encode() + b"}"
             texts = [text[:-1] + end for text in texts]
-        async with self._sending:
-            await self._transport.send(texts)
+        await self._write(texts)
 
     async def _send_error(self, error: Exception, stream_id: str | None) -> None:
         status = error.status if isinstance(error, TrioEngineError) else TrioEngineError.status
         fields: dict[str, object] = {"type": "error", "status": status, "error": error_fields(error)}
         if stream_id is not None:
             fields["stream_id"] = stream_id
-        async with self._sending:
-            await self._transport.send([dumps(fields)])
+        await self._write([dumps(fields)])
+
+    async def _write(self, texts: Sequence[bytes]) -> None:
+        # One writer at a time; where nobody else writes, without giving way to others first.
+        try:
+            self._sending.acquire_nowait()
+        except trio.WouldBlock:
+            await self._sending.acquire()
+        try:
+            await self._transport.send(texts)
+        finally:
+            self._sending.release()
 
     def _tell(self) -> None:
         self._news.set()
@@ -237,7 +246,6 @@ class ResponsesConnection:
     async def _fail_at_stop(self, stop: trio.Event) -> None:
         await stop.wait()
         for lane in self._lanes.values():
-            lane.waiting.clear()
             lane.error = EngineClosedError("The server has stopped.")
             self._abort(lane)
 

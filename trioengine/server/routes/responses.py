@@ -87,7 +87,8 @@ class KeptEvents:
         if isinstance(error, RequestError):
             error = self._planned.plan.as_written(error)
         events = self._planned.state.fail(error)
-        self._keep()
+        if events:
+            self._keep()
         return events
 
     def _keep(self) -> None:
@@ -272,7 +273,8 @@ def owner_of(context: ServerContext, authorization: str | None) -> str:
     """Whose responses a client may see: those made with its key; where there are no keys, all."""
     if not context.config.api_key:
         return ""
-    return hashlib.sha256((authorization or "").encode()).hexdigest()
+    _, _, key = (authorization or "").partition(" ")
+    return hashlib.sha256(key.strip().encode()).hexdigest()
 
 
 def _stored(context: ServerContext, response_id: str) -> StoredResponse:
