@@ -250,6 +250,11 @@ class ServerConfig:
             " vllm is the engine's own values."
         ),
     )
+    chat_template: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("In place of the model's own chat template: a file, or the template itself."),
+    )
     trust_request_chat_template: bool = attrs.field(
         default=False,
         validator=flag(),

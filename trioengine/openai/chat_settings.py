@@ -20,7 +20,9 @@ class ChatSettings:
     allows_chat_template: bool = False
     """Whether requests may bring a template of their own."""
     chat_template: str | None = attrs.field(default=None, repr=False)
-    """The model's own, for requests with tools."""
+    """What requests with tools are shown in: the server's, or the model's own."""
+    server_template: str | None = attrs.field(default=None, repr=False)
+    """In place of the model's own."""
     generation_defaults: GenerationDefaults = attrs.field(factory=GenerationDefaults)
     """What the model's authors recommend, for what requests leave out."""
 
@@ -32,10 +34,11 @@ class ChatSettings:
         tool_call_parser: ToolCallParser | None = None,
         reasoning_parser: ReasoningParser | None = None,
         allows_chat_template: bool = False,
+        server_template: str | None = None,
         generation_defaults: GenerationDefaults | None = None,
     ) -> "ChatSettings":
-        """For a model with this tokenizer. Without `tool_call_parser` its chat template shows how calls are written."""
-        template = template_source(tokenizer, has_tools=True)
+        """For a model with this tokenizer. Without `tool_call_parser` the chat template shows how calls are written."""
+        template = server_template or template_source(tokenizer, has_tools=True)
         if tool_call_parser is None:
             tool_call_parser = markup_for_template(template)
         return cls(
@@ -44,5 +47,6 @@ class ChatSettings:
             reasoning_parser=reasoning_parser,
             allows_chat_template=allows_chat_template,
             chat_template=template,
+            server_template=server_template,
             generation_defaults=generation_defaults or GenerationDefaults(),
         )

@@ -96,7 +96,8 @@ def chat_prompt(request: ChatCompletionRequest, settings: ChatSettings) -> ChatP
         _chat_message(position, message) for position, message in enumerate(request.messages)
     ]
     kwargs = _template_kwargs(request)
-    template = request.chat_template or settings.chat_template
+    given = request.chat_template or settings.server_template
+    template = given or settings.chat_template
     if template is not None and not shows_tools(template):
         tools = cast("Sequence[Mapping[str, object]]", kwargs.pop(_TOOLS, ()))
         messages = with_tools_as_text(messages, tools, settings.markup, template)
@@ -105,7 +106,7 @@ def chat_prompt(request: ChatCompletionRequest, settings: ChatSettings) -> ChatP
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         template_kwargs=kwargs,
         continue_final_message=request.continue_final_message,
-        chat_template=request.chat_template,
+        chat_template=given,
     )
 
 

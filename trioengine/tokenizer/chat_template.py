@@ -212,8 +212,18 @@ def _render(template: Template, variables: dict[str, object]) -> str:
     return "".join(parts)
 
 
+def check_chat_template(source: str) -> None:
+    """Return when this can stand in place of a model's own template.
+
+    Raises:
+        RequestError: it is not valid Jinja. `param` is `chat_template`.
+    """
+    _compile_given(source)
+
+
+@functools.lru_cache(maxsize=8)
 def _compile_given(source: str) -> Template:
-    """Of a request: kept apart, so that requests cannot push the model's own out of the cache."""
+    """Of a request or a server: kept apart, so that requests cannot push the model's own out of the cache."""
     try:
         return _environment().from_string(source)
     except (TemplateSyntaxError, RecursionError) as error:

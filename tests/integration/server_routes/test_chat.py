@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from quart import Response
 from trioengine.checkpoint.generation import GenerationDefaults
 from trioengine.config.engine import EngineConfig
 from trioengine.config.server import ServerConfig
-from trioengine.errors import RequestError
+from trioengine.errors import ConfigError, RequestError
 from trioengine.server.app import create_app
 from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
 from trioengine.types.output import FinishReason
@@ -111,6 +112,31 @@ async def test_log_probabilities_are_openais() -> None:
         if logprobs is not None:
             streamed += logprobs["content"]
     assert streamed == content
+
+
+async def test_a_server_may_have_a_chat_template_of_its_own(tmp_path: Path) -> None:
+    """A file or the text itself, for chats and for whoever counts their tokens; a request's own comes first."""
+    text = "{{ messages[0].content }}!"
+    (tmp_path / "chat.jinja").write_text(text)
+    for value in (text, str(tmp_path / "chat.jinja")):
+        config = ServerConfig(chat_template=value, trust_request_chat_template=True)
+        engine = FakeEngine()
+        await post(engine, config)
+        await post(engine, config, chat_template="{{ 1 }}")
+        prompts = [request.prompt for request in engine.requests]
+        assert [prompt.chat_template for prompt in prompts if isinstance(prompt, ChatPrompt)] == [text, "{{ 1 }}"]
+        app = create_app(engine, config)
+        response = await app.test_client().post("/tokenize", json={**CHAT, "return_token_strs": True})
+        assert "".join((await response.get_json())["token_strs"]) == "Hi!"
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"), [("/nowhere/chat.jinja", "No such file"), ("{% if %}", "not valid")], ids=["file", "jinja"]
+)
+def test_a_chat_template_that_cannot_work_is_told_at_the_start(value: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        create_app(FakeEngine(), ServerConfig(chat_template=value))
+    assert caught.value.option == "chat_template"
 
 
 async def test_too_many_alternatives_are_an_error_of_the_field_that_asked_for_them() -> None:
