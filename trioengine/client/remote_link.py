@@ -268,6 +268,8 @@ class RemoteLink:
         if is_tls:
             tls = self._address.tls or ssl.create_default_context()
             stream = trio.SSLStream(transport, tls, server_hostname=parts.hostname, https_compatible=True)
+            # Else its failure would be waited for, not raised.
+            await stream.do_handshake()
         websocket = await trio_websocket.wrap_client_stream(
             nursery,
             stream,

@@ -1,7 +1,11 @@
 """A remote engine keeps the promises of `EngineClient`: over `serve()`, and over trio-websocket alone."""
 
+import functools
+import ssl
+import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
@@ -11,7 +15,9 @@ from trioengine.client.interface import EngineClient
 from trioengine.client.remote import RemoteEngine, open_remote
 from trioengine.config.server import ServerConfig
 from trioengine.core.engine_core import EngineCore
+from trioengine.errors import PeerUnreachableError
 from trioengine.server.app import create_app
+from trioengine.server.serving import serve
 from trioengine.server.ws_endpoint import serve_stream
 from trioengine.testing.engine_conformance import CHECKS, OPERATION_CHECKS, Subject
 from trioengine.testing.fake_core import BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, fake_core_config, fake_ready
@@ -62,6 +68,43 @@ async def test_everything_of_an_engine_core(server: str) -> None:
                 await check(subject_of(scripted.engine, remote))
             await remote.call(CheckIntegrity())
         assert scripted.frontend.num_open_requests == 0
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of 127.0.0.1 that is its own authority, with its key in the same file."""
+    path = tmp_path_factory.mktemp("certificate") / "server.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-keyout", str(path), "-out", str(path) + ".crt", "-subj", "/CN=server", "-days", "2"),
+            *("-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    path.write_text(path.read_text() + Path(str(path) + ".crt").read_text())
+    return path
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_over_tls(server: str, certificate: Path) -> None:
+    """Only to the server that the certificate is of."""
+    config = ServerConfig(port=0, ssl_certfile=str(certificate))
+    async with open_scripted_engine(Script(pace_s=0.001)) as scripted, trio.open_nursery() as nursery:
+        if server == "serve":
+            run = functools.partial(serve, create_app(scripted.engine, config), config)
+        else:
+            run = functools.partial(serve_stream, scripted.engine, config)
+        (url,) = await nursery.start(run)
+        assert url.startswith(("https://", "wss://"))
+        async with open_remote(url, tls=ssl.create_default_context(cafile=str(certificate))) as remote:
+            assert await Subject(remote, remote).outputs()
+        with pytest.raises(PeerUnreachableError):
+            async with open_remote(url):
+                pass
+        nursery.cancel_scope.cancel()
 
 
 def subject_of(engine: Engine, remote: RemoteEngine) -> Subject:
