@@ -1,8 +1,8 @@
 """One client on `/v1/stream`: carries messages, runs requests, and does what the session says.
 
 `openai.stream_protocol` decides; `stream_requests` answers; this moves. Its tasks: one reads, one writes, one for each
-request, and one that waits for the server's end. All requests live in the connection's own nursery, so its end, however
-it comes, leaves them all at once.
+request, and those that wait for the server's end. All requests live in the connection's own nursery, so that its end,
+however it comes, leaves them all at once.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import trio
 
-from trioengine.errors import EngineClosedError, RequestError, TrioEngineError, UnavailableError
+from trioengine.errors import EngineClosedError
 from trioengine.openai.stream_protocol import (
     Action,
     CancelRequest,
@@ -21,6 +21,7 @@ from trioengine.openai.stream_protocol import (
     StreamSession,
     parse_message,
 )
+from trioengine.server.failures import log_failure
 from trioengine.types.stream_messages import StreamLimits
 
 HELLO_TIMEOUT_S = 20.0
@@ -139,7 +140,10 @@ class StreamConnection:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._write)
-            nursery.start_soon(self._watch_server)
+            if self._shutdown is not None:
+                nursery.start_soon(self._watch_shutdown, self._shutdown)
+            if self._stop is not None:
+                nursery.start_soon(self._watch_stop, self._stop)
             nursery.start_soon(self._time_hello)
             await self._read()
             nursery.cancel_scope.cancel()
@@ -220,9 +224,7 @@ class StreamConnection:
                 await self._answer(request, start)
         except Exception as error:
             # A border: whatever a request raises is the answer to it.
-            if not isinstance(error, (RequestError, UnavailableError)):
-                is_ours = isinstance(error, TrioEngineError)
-                logger.log(logging.WARNING if is_ours else logging.ERROR, "A request failed: %r", error, exc_info=error)
+            log_failure("A request", error)
             request.fail(error)
         finally:
             if self._requests.get(start.create.id) is request:
@@ -232,12 +234,12 @@ class StreamConnection:
         await trio.sleep(HELLO_TIMEOUT_S)
         self.act(self.session.time_out())
 
-    async def _watch_server(self) -> None:
-        if self._shutdown is not None:
-            await self._shutdown.wait()
-            self.act(self.session.drain())
-        if self._stop is not None:
-            await self._stop.wait()
-            for request in list(self._requests.values()):
-                request.scope.cancel()
-                request.fail(EngineClosedError("The server has stopped."))
+    async def _watch_shutdown(self, shutdown: trio.Event) -> None:
+        await shutdown.wait()
+        self.act(self.session.drain())
+
+    async def _watch_stop(self, stop: trio.Event) -> None:
+        await stop.wait()
+        for request in list(self._requests.values()):
+            request.scope.cancel()
+            request.fail(EngineClosedError("The server has stopped."))

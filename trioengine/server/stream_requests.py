@@ -51,7 +51,7 @@ from trioengine.types.native_json import (
 )
 from trioengine.types.output import RequestOutput
 from trioengine.types.pooling import EncodeRequest
-from trioengine.types.request import GenerateRequest
+from trioengine.types.request import ChatPrompt, GenerateRequest
 from trioengine.types.stream_messages import STREAM_PATH, Endpoint
 
 T = TypeVar("T")
@@ -251,6 +251,7 @@ class StreamRequests:
 
     async def _generate(self, request: LiveRequest, fields: JsonObject) -> None:
         generate_request = await _read_native(GenerateRequest, fields)
+        self._check_trust(generate_request)
         name = generate_request.request_id or f"request-{uuid4().hex[:16]}"
         # Names need not be unique, but an abort must meet no other's request.
         generate_request = attrs.evolve(generate_request, request_id=f"{name}-{uuid4().hex[:12]}")
@@ -276,10 +277,27 @@ class StreamRequests:
 
     async def _encode(self, request: LiveRequest, fields: JsonObject) -> None:
         encode_request = await _read_native(EncodeRequest, fields)
+        self._check_trust(encode_request)
         with _shown(self._context, encode_request.request_id):
             output = await self._engine.encode(encode_request)
         request.chunk(pooling_to_json(output))
         request.done()
+
+    def _check_trust(self, request: GenerateRequest | EncodeRequest) -> None:
+        """Return where nothing is asked for that is the operator's to allow.
+
+        Raises:
+            ForbiddenError: naming the field.
+        """
+        config, prompt = self._context.config, request.prompt
+        if isinstance(prompt, ChatPrompt) and prompt.chat_template and not config.trust_request_chat_template:
+            problem = "This server takes no chat template of a request (see --trust-request-chat-template)."
+            raise ForbiddenError(problem, param="prompt.chat_template")
+        if isinstance(request, EncodeRequest) or config.enable_admin:
+            return
+        for name in ("logits_processors", "extra_args"):
+            if getattr(request.sampling, name) is not None:
+                raise ForbiddenError(f"{name} needs a server with --enable-admin.", param=f"sampling.{name}")
 
     async def _call(self, request: LiveRequest, fields: JsonObject) -> None:
         call = call_from_json(fields)

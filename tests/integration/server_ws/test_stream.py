@@ -33,6 +33,8 @@ from trioengine.types.messages import GetLoad
 PATH = "/v1/stream"
 KEY = "the-key"
 ENDLESS = 1_000_000
+CHAT_TEMPLATE = {"prompt": {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages }}"}}
+LOGITS_PROCESSORS = {"prompt": {"text": "a"}, "sampling": {"logits_processors": {"mine": "{}"}}}
 
 
 class StreamClient:
@@ -230,6 +232,9 @@ async def test_many_requests_share_a_connection_and_each_gets_its_own_answer(kin
         ("chat", {}, 400, "messages", "invalid_value"),
         ("generate", {"prompt": {"text": "a"}, "sampling": {"n": 0}}, 400, "n", "invalid_value"),
         ("generate", {"prompt": 3}, 400, "prompt", "invalid_value"),
+        ("generate", CHAT_TEMPLATE, 403, "prompt.chat_template", "forbidden"),
+        ("encode", CHAT_TEMPLATE, 403, "prompt.chat_template", "forbidden"),
+        ("generate", LOGITS_PROCESSORS, 403, "sampling.logits_processors", "forbidden"),
         ("encode", {"prompt": {"text": "a"}}, 400, "model", "invalid_value"),
         ("call", {"name": "Nothing"}, 400, "name", "invalid_value"),
         ("call", {"name": "Sleep"}, 403, None, "forbidden"),
