@@ -18,16 +18,19 @@ if TYPE_CHECKING:
     from trioengine.client.llm_engine import LLMEngine
     from trioengine.client.llm_inputs import EngineArgs, LoRARequest
     from trioengine.client.llm_outputs import (
+        ClassificationOutput,
         ClassificationRequestOutput,
+        EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingRequestOutput,
+        ScoringOutput,
         ScoringRequestOutput,
     )
     from trioengine.config.engine import EngineConfig
     from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
     from trioengine.types.params import RequestOutputKind, SamplingParams
     from trioengine.types.pooling import EncodeRequest, PoolingOutput, PoolingParams, TextPairPrompt
-    from trioengine.types.request import ChatPrompt, GenerateRequest, TextPrompt, TokensPrompt
+    from trioengine.types.request import ChatPrompt, Deadlines, GenerateRequest, TextPrompt, TokensPrompt
     from trioengine.types.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -35,8 +38,11 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "ChatPrompt",
+    "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "Deadlines",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EncodeRequest",
     "Engine",
@@ -53,6 +59,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPairPrompt",
@@ -65,8 +72,11 @@ __all__ = [
 _HOMES = {
     "LLM": "client.llm",
     "ChatPrompt": "types.request",
+    "ClassificationOutput": "client.llm_outputs",
     "ClassificationRequestOutput": "client.llm_outputs",
     "CompletionOutput": "types.output",
+    "Deadlines": "types.request",
+    "EmbeddingOutput": "client.llm_outputs",
     "EmbeddingRequestOutput": "client.llm_outputs",
     "EncodeRequest": "types.pooling",
     "Engine": "client.engine",
@@ -83,6 +93,7 @@ _HOMES = {
     "RequestOutput": "types.output",
     "RequestOutputKind": "types.params",
     "SamplingParams": "types.params",
+    "ScoringOutput": "client.llm_outputs",
     "ScoringRequestOutput": "client.llm_outputs",
     "StructuredOutputsParams": "types.structured",
     "TextPairPrompt": "types.pooling",

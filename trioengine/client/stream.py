@@ -12,7 +12,7 @@ from trioengine.errors import EngineClosedError, TrioEngineError
 from trioengine.frontend.input_processor import InputProcessor, ProcessedRequest
 from trioengine.frontend.pending_output import OutputBuilder, ParallelOutputBuilder, output_builder
 from trioengine.types.output import RequestOutput
-from trioengine.types.params import RequestOutputKind
+from trioengine.types.params import MAX_N, RequestOutputKind
 from trioengine.types.request import GenerateRequest
 
 _NOT_ENTERED = "Enter the stream first: `async with engine.generate(request) as outputs`."
@@ -72,8 +72,8 @@ class RequestStream:
         owner.check_health()
         entered_s = trio.current_time()
         n = self._request.sampling.n
-        # What `n` is, is checked below; whether there is room, before any work.
-        owner.check_admission(n if type(n) is int else 1)
+        # Whether there is room is asked before any work; what `n` is, below: a wrong one is no reason to come again.
+        owner.check_admission(n if type(n) is int and n <= MAX_N else 0)
         if owner.input_processor.is_long(self._request):
             # The tokenizer lets other threads run, so a long prompt holds nobody up.
             processed = await trio.to_thread.run_sync(

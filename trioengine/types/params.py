@@ -166,6 +166,10 @@ class SamplingParams:
     A text that is JSON already stays as it is."""
     stream_interval: int | None = None
     """An output of a stream has at least so many new tokens, the first and the last excepted; None is 1."""
+    flat_logprobs: bool = False
+    """Accepted for vLLM's sake: log probabilities have one form here, a sequence of mappings."""
+    skip_clone: bool = False
+    """Accepted for vLLM's sake: parameters are values, which nobody copies."""
 
     @property
     def is_greedy(self) -> bool:

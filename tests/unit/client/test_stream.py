@@ -658,6 +658,8 @@ async def test_an_engine_that_is_full_refuses_before_any_work(
                 except UnavailableError:
                     continue
             assert tokenized == ["0"]
+            with pytest.raises(RequestError, match="n must be"):  # Coming again would not help.
+                await stack.enter_async_context(scripted.engine.generate(request("0", n=10**6)))
             await trio.sleep(100)  # Its answers have had their turns.
             await stack.enter_async_context(scripted.engine.generate(request("new")))
         await assert_idle(scripted)

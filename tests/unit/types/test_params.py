@@ -55,6 +55,8 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("skip_reading_prefix_cache", [None, True, False]),
     ("spaces_between_special_tokens", [True, False]),
     ("stream_interval", [None, 1, 100]),
+    ("flat_logprobs", [True, False]),
+    ("skip_clone", [True, False]),
     ("extra_args", [None, {}, {"a": 5, "b": "text", "c": {"d": [None, 1.5]}, "e": '{"f": 1}'}]),
     ("logits_processors", [None, {}, {"a": {}}, {"a": {"x": [1, None]}, "b": '{"y": 2.5}'}]),
 ]
@@ -85,6 +87,8 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("skip_reading_prefix_cache", [0, "yes"]),
     ("spaces_between_special_tokens", [None, 1]),
     ("stream_interval", [0, -1, 1.5, True, 2**31]),
+    ("flat_logprobs", [None, 1]),
+    ("skip_clone", [None, 1]),
     ("extra_args", ["a", [], 5, {"\ud800": 1}, {str(n): 1 for n in range(MAX_EXTRA_ARGS + 1)}]),
     ("extra_args", [{"a": "x" * MAX_EXTRA_ARGS_CHARS}]),
     ("logits_processors", ["a", [], 5, {"\ud800": {}}, {str(n): {} for n in range(MAX_LOGITS_PROCESSORS + 1)}]),

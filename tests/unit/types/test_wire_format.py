@@ -117,6 +117,8 @@ SAMPLING = SamplingParams(
     spaces_between_special_tokens=False,
     extra_args={"yours": {"strength": 0.5}},
     stream_interval=4,
+    flat_logprobs=True,
+    skip_clone=True,
 )
 LOGPROBS = LogprobColumns(
     slots=b"\1\0\0\0",

@@ -1,0 +1,27 @@
+"""What `import trioengine` gives."""
+
+import subprocess
+import sys
+
+import trioengine
+
+VLLMS = """
+    ClassificationOutput ClassificationRequestOutput CompletionOutput EmbeddingOutput EmbeddingRequestOutput EngineArgs LLM
+    LLMEngine PoolingOutput PoolingParams PoolingRequestOutput RequestOutput SamplingParams ScoringOutput
+    ScoringRequestOutput TextPrompt TokensPrompt __version__
+""".split()
+"""Names of vLLM's top level that mean the same here."""
+
+
+def test_every_name_is_there() -> None:
+    assert sorted(trioengine._HOMES) == sorted(trioengine.__all__)
+    for name in (*trioengine.__all__, *VLLMS):
+        value = getattr(trioengine, name)
+        assert getattr(value, "__name__", name) == name
+        assert name in dir(trioengine)
+
+
+def test_it_imports_nothing_before_a_name_is_asked_for() -> None:
+    code = "import sys, trioengine; print([name for name in ('trio', 'torch', 'numpy', 'zmq') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
