@@ -17,6 +17,7 @@ from trioengine.cli.process import watch_stop_signals
 from trioengine.cli.progress import Progress
 from trioengine.cli.supervisor import ApiServerGroup
 from trioengine.cli.systemd import READY, STOPPING, ServiceManager
+from trioengine.cli.vllm_options import add_vllm_options, tell_ignored
 from trioengine.client.cores import Cores, start_cores
 from trioengine.client.engine import open_engine
 from trioengine.config import EngineConfig, ServerConfig, env
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL, and the options of engine and server."""
     add_engine_options(parser)
     add_section(parser, ServerConfig, "server")
+    add_vllm_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in SERVER_PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
+    tell_ignored(arguments)
     return trio.run(_Service(engine_config_from(arguments), server_config_from(arguments)).run)
 
 

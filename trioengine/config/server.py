@@ -222,6 +222,12 @@ class ServerConfig:
             " leaves, and unknown fields."
         ),
     )
+    model_alias: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=to_texts(),
+        validator=texts(),
+        metadata=documented("Another name that requests may call the served model by."),
+    )
     web_page: bool = attrs.field(
         default=True,
         validator=flag(),

@@ -1,5 +1,7 @@
 """The models that a server has, as `/v1/models` tells them, and the bodies that add and remove adapters."""
 
+from collections.abc import Sequence
+
 import attrs
 
 from trioengine.openai.protocol import make_request_converter, parse_fields, register_object, structure_body
@@ -54,11 +56,12 @@ class UnloadLoRARequest:
     """Fields of the body that nobody here knows, and that had no effect."""
 
 
-def model_cards(name: str, max_model_len: int, created_s: int, loras: tuple[LoRAInfo, ...]) -> ModelList:
-    """The served model first, then its adapters."""
-    cards = [ModelCard(id=name, created=created_s, root=name, max_model_len=max_model_len)]
+def model_cards(names: Sequence[str], max_model_len: int, created_s: int, loras: tuple[LoRAInfo, ...]) -> ModelList:
+    """The served model first, by each of its names, then its adapters."""
+    own, *_ = names
+    cards = [ModelCard(id=name, created=created_s, root=own, max_model_len=max_model_len) for name in names]
     cards += [
-        ModelCard(id=lora.name, created=created_s, root=lora.path, parent=name, max_model_len=max_model_len)
+        ModelCard(id=lora.name, created=created_s, root=lora.path, parent=own, max_model_len=max_model_len)
         for lora in loras
     ]
     return ModelList("list", tuple(cards))

@@ -123,6 +123,22 @@ async def test_models_lists_the_served_one() -> None:
     assert reply["data"][0]["max_model_len"] == 2048
 
 
+async def test_a_model_has_as_many_names_as_it_is_given() -> None:
+    """All are listed and taken; replies have its own."""
+    client = create_app(FakeEngine(), ServerConfig(model_alias=("gpt-4o", "other"))).test_client()
+    reply = await (await client.get("/v1/models")).get_json()
+    assert [(model["id"], model["root"]) for model in reply["data"]] == [
+        ("fake-model", "fake-model"),
+        ("gpt-4o", "fake-model"),
+        ("other", "fake-model"),
+    ]
+    assert (await client.get("/v1/models/other")).status_code == 200
+    for name in ("gpt-4o", "other", "fake-model"):
+        response = await client.post("/v1/chat/completions", json={**CHAT, "model": name})
+        assert (await response.get_json())["model"] == "fake-model"
+    assert (await client.post("/v1/chat/completions", json={**CHAT, "model": "gpt-4"})).status_code == 404
+
+
 async def test_load_counts_requests_and_blocks() -> None:
     """As the core counts them at this moment."""
     engine = FakeEngine(load=CoreLoad(running=3, waiting=2, free_blocks=7, total_blocks=9))

@@ -4,7 +4,9 @@ import argparse
 
 import pytest
 
+from trioengine.cli import serve
 from trioengine.cli.options import add_engine_options, add_section, engine_config_from, flag_of, section_from
+from trioengine.cli.vllm_options import tell_ignored
 from trioengine.config import EngineConfig, ServerConfig
 from trioengine.config.engine import SpeculationConfig, SpeculationMethod
 from trioengine.config.options import options_of
@@ -74,6 +76,42 @@ def test_the_model_is_an_argument_or_an_option() -> None:
 def test_a_value_that_cannot_work_is_an_error_of_its_option() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs"):
         engine_config_from(parse("--max-num-seqs", "0"))
+
+
+def parse_serve(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_a_command_of_vllms_works_and_says_what_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    words = "served/model --port 9000 --host ::1 --api-key k --dtype auto -tp 1 --gpu-memory-utilization 0.9"
+    words += " --max-model-len 4096 --max-num-seqs 8 --enforce-eager --trust-remote-code --enable-auto-tool-choice"
+    words += " --tool-call-parser hermes --reasoning-parser qwen3 --disable-log-requests --uvicorn-log-level warning"
+    words += " --served-model-name mine --enable-prefix-caching --disable-uvicorn-access-log --swap-space 4"
+    arguments = parse_serve(*words.split())
+    engine = engine_config_from(arguments)
+    assert (engine.model, engine.served_model_name, engine.max_num_seqs) == ("served/model", "mine", 8)
+    server = section_from(arguments, ServerConfig)
+    assert (server.port, server.host, server.api_key, server.access_log) == (9000, "::1", ("k",), False)
+    with caplog.at_level("INFO"):
+        tell_ignored(arguments)
+    [record] = caplog.records
+    for flag in ("--dtype auto", "--tensor-parallel-size 1", "--enforce-eager", "--uvicorn-log-level warning"):
+        assert flag in record.message
+    assert "--max-num-seqs" not in record.message
+
+
+def test_a_command_without_them_says_nothing_about_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        tell_ignored(parse_serve("--port", "1"))
+    assert not caplog.records
+
+
+def test_other_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_serve("--revision", "main")
+    assert "--revision" in capsys.readouterr().err
 
 
 def test_no_two_sections_share_an_option() -> None:

@@ -48,8 +48,8 @@ async def load_lora_adapter(context: ServerContext) -> Response:
     body = await context.read_body(parse_load_lora_request)
     context.check_unknown(body)
     engine = context.engine
-    if body.lora_name == engine.model_name:
-        raise RequestError("lora_name is the served model's own name.", param="lora_name")
+    if body.lora_name in (engine.model_name, *context.config.model_alias):
+        raise RequestError("lora_name is a name of the served model's own.", param="lora_name")
     if body.load_inplace and any(lora.name == body.lora_name for lora in await context.refresh_loras()):
         await engine.remove_lora(body.lora_name)
     with _body_params():

@@ -140,6 +140,8 @@ class ServerContext:
         """
         self.check_unknown(body)
         name = self.engine.model_name
+        if body.model in self.config.model_alias:
+            return None
         if body.model is not None and body.model != name and body.model not in self.loras:
             await self.refresh_loras()
         return check_model(body, name, self.loras)

@@ -59,4 +59,5 @@ async def _model_cards(context: ServerContext) -> ModelList:
     context.engine.check_health()
     loras = tuple(await context.refresh_loras())
     facts = context.engine.model_config
-    return model_cards(context.engine.model_name, facts.max_model_len, context.started_s, loras)
+    names = (context.engine.model_name, *context.config.model_alias)
+    return model_cards(names, facts.max_model_len, context.started_s, loras)
