@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from trioengine_kernels.native.library import ThreadPool
 from trioengine_kernels.native.program import ProgramBuilder, StepArrays
 from trioengine_kernels.native.structures import Activation
 from trioengine_kernels.native.tiles import TileKind, pack_float
@@ -96,8 +97,38 @@ def activated(x, activation):
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (33, 64), (2, 45)])
 def test_activations(library, pool, isa, activation, rows, width):
     x = random(rows, width) * 4
-    actual = run(library, pool, x, lambda builder, buffer: builder.activate(buffer, activation))
+    eye = pack_float(library, np.eye(width, dtype=np.float32), TileKind.F32)
+    actual = run(library, pool, x, lambda builder, buffer: builder.activated_linear(buffer, eye, None, activation))
     assert np.allclose(actual, activated(x, activation), rtol=3e-6, atol=2e-6)
+
+
+def test_gelu_far_from_zero(library, pool, isa):
+    """Nothing of a large negative number is left, all of a large one; what is no number stays none."""
+    x = np.array([[-1e30, -100, -5.3, 5.3, 100, 1e30, np.inf, np.nan]], np.float32)
+    eye = pack_float(library, np.eye(1, dtype=np.float32), TileKind.F32)
+    actual = run(library, pool, x.T, lambda b, buffer: b.activated_linear(buffer, eye, None, Activation.GELU))[:, 0]
+    assert np.allclose(actual[:3], 0, atol=1e-6)
+    assert np.allclose(actual[3:6], x[0, 3:6], rtol=1e-6)
+    assert actual[6] == np.inf
+    assert np.isnan(actual[7])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("kind", [TileKind.INT4, TileKind.INT8, TileKind.F16, TileKind.F32])
+@pytest.mark.parametrize(("rows", "width"), [(1, 45), (7, 400), (150, 136), (130, 32)])
+def test_activated_products(library, isa, num_threads, kind, rows, width):
+    """The activation of what the product is, in every bit: as floats, and as what a product after it reads."""
+    pool = ThreadPool(library, num_threads)
+    x, bias = random(rows, 64), random(width, seed=1)
+    up = pack_float(library, random(width, 64, seed=2), kind)
+    down = pack_float(library, random(8, width, seed=3), TileKind.INT8)
+    floats = run(library, pool, x, lambda b, buffer: b.activated_linear(buffer, up, bias, Activation.RELU))
+    assert (floats == np.maximum(run(library, pool, x, lambda b, buffer: b.linear(buffer, up, bias)), 0)).all()
+    expected = run(library, pool, floats, lambda b, buffer: b.linear(buffer, down))
+    actual = run(
+        library, pool, x, lambda b, buffer: b.linear(b.activated_linear(buffer, up, bias, Activation.RELU), down)
+    )
+    assert (actual == expected).all()
 
 
 @pytest.mark.parametrize("lengths", [[1], [16, 1, 15], [17, 40], [130, 3]])
@@ -135,7 +166,7 @@ def test_a_text_is_the_same_alone_and_in_company(library, pool, isa):
     assert (together[5:38] == run(library, pool, qkv[5:38], record, head_dim=dim)).all()
 
 
-@pytest.mark.parametrize("operation", ["layer_norm", "activate", "full_attention"])
+@pytest.mark.parametrize("operation", ["layer_norm", "activated_linear", "full_attention"])
 def test_quantized_forms_are_those_of_the_floats(library, pool, isa, operation):
     """Products with quantized weights read what the operation before has quantized: the same as from its floats."""
     x = random(37, 96, seed=4)
@@ -145,8 +176,9 @@ def test_quantized_forms_are_those_of_the_floats(library, pool, isa, operation):
         match operation:
             case "layer_norm":
                 out = builder.layer_norm(buffer, None, random(96, seed=6), random(96, seed=7), EPSILON)
-            case "activate":
-                out = builder.activate(buffer, Activation.GELU)
+            case "activated_linear":
+                eye = pack_float(library, np.eye(96, dtype=np.float32), TileKind.F32)
+                out = builder.activated_linear(buffer, eye, None, Activation.GELU)
             case _:
                 out = attend(library, builder, buffer, 1, 0.3)
         if not is_direct:

@@ -10,7 +10,7 @@ from trioengine_kernels.native import library as native
 
 pytestmark = pytest.mark.slow
 
-SUITES = ["products", "attention", "elementwise", "experts", "lora", "program", "sampling"]
+SUITES = ["products", "attention", "elementwise", "encoder", "experts", "lora", "program", "sampling"]
 
 RUN_TESTS = """
 import sys

@@ -63,7 +63,7 @@ class EncoderWeights(Generic[MatrixT, VectorT]):
 
 
 class EncoderOps(Protocol[TensorT, MatrixT_contra, VectorT]):
-    """The operations on the packed tokens of one step. What is given to `activate` may be overwritten."""
+    """The operations on the packed tokens of one step."""
 
     def embedding(self, table: MatrixT_contra) -> TensorT:
         """The rows of the step's token ids, [num_tokens, hidden_size]."""
@@ -85,8 +85,10 @@ class EncoderOps(Protocol[TensorT, MatrixT_contra, VectorT]):
         """What each token gathers from all of its text, [num_tokens, hidden_size]."""
         ...
 
-    def activate(self, x: TensorT, activation: EncoderActivation) -> TensorT:
-        """The activation of each number."""
+    def activated_linear(
+        self, x: TensorT, weight: MatrixT_contra, bias: VectorT, activation: EncoderActivation
+    ) -> TensorT:
+        """The activation of each number of `x @ weightᵀ + bias`."""
         ...
 
     def select_rows(self, x: TensorT) -> TensorT:
@@ -121,6 +123,6 @@ class Encoder(Generic[MatrixT, VectorT]):
             x = ops.add_layer_norm(
                 ops.linear(gathered, layer.output.weight, layer.output.bias), x, layer.attention_norm, epsilon
             )
-            inner = ops.activate(ops.linear(x, layer.up.weight, layer.up.bias), config.activation)
+            inner = ops.activated_linear(x, layer.up.weight, layer.up.bias, config.activation)
             x = ops.add_layer_norm(ops.linear(inner, layer.down.weight, layer.down.bias), x, layer.mlp_norm, epsilon)
         return x

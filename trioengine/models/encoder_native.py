@@ -55,9 +55,10 @@ class NativeEncoderOps:
         """As `ProgramBuilder.full_attention`."""
         return self.builder.full_attention(query_key, value, num_heads=num_heads, scale=self.head_dim**-0.5)
 
-    def activate(self, x: Buffer, activation: EncoderActivation) -> Buffer:
-        """As `ProgramBuilder.activate`, in place."""
-        return self.builder.activate(x, _ACTIVATIONS[activation])
+    def activated_linear(self, x: Buffer, weight: NativeMatrix, bias: Floats, activation: EncoderActivation) -> Buffer:
+        """As `ProgramBuilder.activated_linear`."""
+        (tiles,) = weight
+        return self.builder.activated_linear(x, tiles, bias, _ACTIVATIONS[activation])
 
     def select_rows(self, x: Buffer) -> Buffer:
         """As `ProgramBuilder.select_rows`."""

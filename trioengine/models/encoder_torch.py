@@ -61,9 +61,9 @@ class TorchEncoderOps:
         gathered = [F.scaled_dot_product_attention(part[0], part[1], part[2]) for part in parts]
         return torch.cat(gathered, dim=1).transpose(0, 1).flatten(1)
 
-    def activate(self, x: Tensor, activation: EncoderActivation) -> Tensor:
-        """The activation of each number."""
-        return _ACTIVATIONS[activation](x)
+    def activated_linear(self, x: Tensor, weight: Tensor, bias: Tensor, activation: EncoderActivation) -> Tensor:
+        """The activation of each number of `x @ weightᵀ + bias`."""
+        return _ACTIVATIONS[activation](F.linear(x, weight, bias))
 
     def select_rows(self, x: Tensor) -> Tensor:
         """The rows that are wanted."""

@@ -208,11 +208,21 @@ class ProgramBuilder:
             norm.residual = residual.address
         return attrs.evolve(out, op_index=self._add(OpKind.LAYER_NORM, x, layer_norm=norm))
 
-    def activate(self, x: Buffer, activation: Activation) -> Buffer:
-        """The activation of x, which is overwritten."""
-        index = self._add(OpKind.ACTIVATE, x, activate=c.Activate(x.address, x.address, None, x.width, activation))
-        self._changed(x)
-        return attrs.evolve(x, op_index=index)
+    def activated_linear(self, x: Buffer, weights: WeightTiles, bias: Floats | None, activation: Activation) -> Buffer:
+        """`activation(x @ weights.T + bias)`."""
+        if weights.columns != x.width:
+            raise ValueError(f"A matrix of {weights.columns} columns cannot be applied to {x.width}.")
+        if bias is not None:
+            bias = self._constant(bias, weights.rows)
+        out = self._like(x, weights.rows)
+        linear = c.ActivatedLinear(
+            tiles=self._tiles(weights),
+            x=self._source(x, weights),
+            bias=None if bias is None else _address(bias),
+            out=out.address,
+            activation=activation,
+        )
+        return attrs.evolve(out, op_index=self._add(OpKind.ACTIVATED_LINEAR, x, activated_linear=linear))
 
     def full_attention(self, query_key: Buffer, value: Buffer, *, num_heads: int, scale: float) -> Buffer:
         """Attend from each query to all keys of its sequence, which are all in this step.
@@ -223,13 +233,15 @@ class ProgramBuilder:
             query_key: [tokens, 2 * num_heads * head_dim]: queries, keys.
             value: [tokens, num_heads * head_dim].
             num_heads: of each of the three.
-            scale: multiplies query · key.
+            scale: multiplies query · key; positive.
         """
         width = num_heads * self._head_dim
         if query_key.width != 2 * width or value.width != width:
             raise ValueError(f"{query_key.width} and {value.width} are not the widths of {num_heads} heads.")
         if not query_key.row_kind is value.row_kind is RowKind.TOKENS:
             raise ValueError("Attention is of all tokens.")
+        if not scale > 0:
+            raise ValueError("The scale of scores must be positive.")
         self._read(query_key)
         self._read(value)
         out = self._buffer(width)
@@ -266,14 +278,9 @@ class ProgramBuilder:
         out = self._like(x, width)
         first = 0
         for tiles in matrices:
-            if tiles.kind.is_quantized:
-                source = self._quantize(x)
-            else:
-                self._read(x)
-                source = x.address
             linear = c.Linear(
                 self._tiles(tiles),
-                source,
+                self._source(x, tiles),
                 None if bias is None else _address(bias) + 4 * first,
                 out.address + 4 * first,
                 width,
@@ -595,6 +602,13 @@ class ProgramBuilder:
             self._changed(residual)
         return attrs.evolve(out, op_index=index)
 
+    def _source(self, x: Buffer, tiles: WeightTiles) -> int:
+        """The address of what a product with these reads."""
+        if tiles.kind.is_quantized:
+            return self._quantize(x)
+        self._read(x)
+        return x.address
+
     def _quantize(self, x: Buffer) -> int:
         """The address of a buffer's quantized form, written by the operation that fills it or by one of its own."""
         if (known := self._quantized.get(x.address)) is not None:
@@ -615,8 +629,8 @@ class ProgramBuilder:
                 op.gated.groups = address
             case OpKind.LAYER_NORM:
                 op.layer_norm.groups = address
-            case OpKind.ACTIVATE:
-                op.activate.groups = address
+            case OpKind.ACTIVATED_LINEAR:
+                op.activated_linear.groups = address
             case OpKind.FULL_ATTENTION if self._head_dim % 32 == 0:
                 op.full_attention.groups = address
             case OpKind.ATTENTION if self._head_dim % 32 == 0:
@@ -633,8 +647,10 @@ class ProgramBuilder:
                     op.norm.out = None
                 case OpKind.GATED if op.gated.groups and not self._readers.get(op.gated.out):
                     op.gated.out = None
-                case OpKind.ACTIVATE if op.activate.groups and not self._readers.get(op.activate.out):
-                    op.activate.out = None
+                case OpKind.ACTIVATED_LINEAR if op.activated_linear.groups and not self._readers.get(
+                    op.activated_linear.out
+                ):
+                    op.activated_linear.out = None
                 case OpKind.FULL_ATTENTION if op.full_attention.groups and not self._readers.get(op.full_attention.out):
                     op.full_attention.out = None
                 case OpKind.ATTENTION | OpKind.ATTENTION_MERGE if op.attention.groups and not self._readers.get(

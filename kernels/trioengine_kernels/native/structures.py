@@ -31,7 +31,7 @@ class OpKind(enum.IntEnum):
     MIX_EXPERTS = 16
     LORA = 17
     LAYER_NORM = 18
-    ACTIVATE = 19
+    ACTIVATED_LINEAR = 19
     FULL_ATTENTION = 20
 
 
@@ -94,18 +94,6 @@ class LayerNorm(ctypes.Structure):
     ]
 
 
-class Activate(ctypes.Structure):
-    """`TeActivate`."""
-
-    _fields_ = [
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("groups", c_void_p),
-        ("width", c_int32),
-        ("activation", c_int32),
-    ]
-
-
 class FullAttention(ctypes.Structure):
     """`TeFullAttention`."""
 
@@ -130,6 +118,19 @@ class Linear(ctypes.Structure):
     """`TeLinear`."""
 
     _fields_ = [("tiles", Tiles), ("x", c_void_p), ("bias", c_void_p), ("out", c_void_p), ("out_stride", c_int64)]
+
+
+class ActivatedLinear(ctypes.Structure):
+    """`TeActivatedLinear`."""
+
+    _fields_ = [
+        ("tiles", Tiles),
+        ("x", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("groups", c_void_p),
+        ("activation", c_int32),
+    ]
 
 
 class Add(ctypes.Structure):
@@ -301,7 +302,7 @@ class _Body(ctypes.Union):
         ("gated", Gated),
         ("select", SelectRows),
         ("layer_norm", LayerNorm),
-        ("activate", Activate),
+        ("activated_linear", ActivatedLinear),
         ("full_attention", FullAttention),
         ("soft_cap", SoftCap),
         ("choose", ChooseExperts),
@@ -344,7 +345,7 @@ _MEMBERS = {
     OpKind.MIX_EXPERTS: "mix",
     OpKind.LORA: "lora",
     OpKind.LAYER_NORM: "layer_norm",
-    OpKind.ACTIVATE: "activate",
+    OpKind.ACTIVATED_LINEAR: "activated_linear",
     OpKind.FULL_ATTENTION: "full_attention",
 }
 

@@ -14,6 +14,8 @@
 #define WORK_PER_CHUNK 3000000 /* multiplications: some tens of microseconds */
 #define MIN_WORK_PER_CHUNK 30000 /* a microsecond: less is not worth taking, however many threads there are */
 #define GATED_COLUMNS 512
+#define ACTIVATED_COLUMNS 128 /* at most so many outputs, a multiple of 32, of so many tokens... */
+#define ACTIVATED_TOKENS 64   /* ...are floats at a time, 32 KiB, before an activation */
 
 /* How a step's queries are cut in the layers of one KV group. */
 typedef struct {
@@ -115,9 +117,14 @@ static int32_t rows_of(const TeProgram *program, const TeOp *op)
     return op->rows_per_token * rows[op->row_kind];
 }
 
+static int32_t rows_per_strip(const TeTiles *tiles)
+{
+    return tiles->kind == TE_F16 || tiles->kind == TE_F32 ? TE_FLOAT_ROWS : TE_TILE_ROWS;
+}
+
 static int32_t strips_of(const TeTiles *tiles)
 {
-    return divide_up(tiles->rows, tiles->kind == TE_F16 || tiles->kind == TE_F32 ? TE_FLOAT_ROWS : TE_TILE_ROWS);
+    return divide_up(tiles->rows, rows_per_strip(tiles));
 }
 
 /* How a product is cut: over strips, and where there are many tokens over these too, in multiples of 8. */
@@ -135,6 +142,15 @@ static LinearBlock linear_block(const TeProgram *program, const TeTiles *tiles, 
     if (rows >= TE_PANEL_MIN_TOKENS)
         per_chunk = TE_MAX(per_chunk / TE_PANEL_STRIPS, 1) * TE_PANEL_STRIPS;
     return (LinearBlock){TE_MIN(per_chunk, strips), block_tokens};
+}
+
+/* The same of a product that ends in an activation: in whole groups of outputs. */
+static LinearBlock activated_block(const TeProgram *program, const TeTiles *tiles, int32_t rows)
+{
+    const int32_t strips_per_group = TE_GROUP / rows_per_strip(tiles);
+    LinearBlock block = linear_block(program, tiles, rows);
+    const int32_t groups = TE_MIN(divide_up(block.strips, strips_per_group), ACTIVATED_COLUMNS / TE_GROUP);
+    return (LinearBlock){groups * strips_per_group, TE_MIN(block.tokens, ACTIVATED_TOKENS)};
 }
 
 static int32_t tokens_per_chunk(const TeProgram *program, int32_t rows)
@@ -160,6 +176,11 @@ static int32_t num_chunks(const TeProgram *program, const TeOp *op)
     case TE_OP_LINEAR: {
         LinearBlock block = linear_block(program, &op->linear.tiles, rows);
         return divide_up(strips_of(&op->linear.tiles), block.strips) * divide_up(rows, block.tokens);
+    }
+    case TE_OP_ACTIVATED_LINEAR: {
+        const TeTiles *tiles = &op->activated_linear.tiles;
+        LinearBlock block = activated_block(program, tiles, rows);
+        return divide_up(strips_of(tiles), block.strips) * divide_up(rows, block.tokens);
     }
     case TE_OP_GATED:
         if (program->num_threads > 1 && rows < 2 * program->num_threads)
@@ -191,6 +212,30 @@ static void run_linear(const TeProgram *program, const TeOp *op, int32_t rows, i
     const int32_t strip = chunk % strip_chunks * block.strips, token = chunk / strip_chunks * block.tokens;
     te_kernels()->linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip,
                          TE_MIN(strip + block.strips, strips), token, TE_MIN(token + block.tokens, rows));
+}
+
+static void run_activated_linear(const TeProgram *program, const TeOp *op, int32_t rows, int32_t chunk, float *scratch)
+{
+    const TeActivatedLinear *linear = &op->activated_linear;
+    const int32_t width = linear->tiles.rows, groups = divide_up(width, TE_GROUP);
+    const LinearBlock block = activated_block(program, &linear->tiles, rows);
+    const int32_t strips = strips_of(&linear->tiles), strip_chunks = divide_up(strips, block.strips);
+    const int32_t strip = chunk % strip_chunks * block.strips, token = chunk / strip_chunks * block.tokens;
+    const int32_t column = strip * rows_per_strip(&linear->tiles), num_tokens = TE_MIN(block.tokens, rows - token);
+    const int32_t num_columns = TE_MIN(block.strips * rows_per_strip(&linear->tiles), width - column);
+    const size_t x_bytes = rows_per_strip(&linear->tiles) == TE_TILE_ROWS ? (size_t)linear->tiles.groups * sizeof(TeGroup)
+                                                                 : (size_t)linear->tiles.columns * sizeof(float);
+    TeTiles tiles = linear->tiles;
+    tiles.data += (size_t)strip * te_tile_strip_bytes(tiles.kind, tiles.columns);
+    tiles.rows = num_columns;
+    float *out = linear->out ? linear->out + (int64_t)token * width + column : scratch;
+    const int64_t stride = linear->out ? width : ACTIVATED_COLUMNS;
+    te_kernels()->linear(&tiles, (const char *)linear->x + (size_t)token * x_bytes,
+                         linear->bias ? linear->bias + column : NULL, out, stride, 0, strips_of(&tiles), 0, num_tokens);
+    for (int32_t i = 0; i < num_tokens; i++)
+        te_kernels()->activate(out + i * stride, num_columns, linear->activation, linear->out ? out + i * stride : NULL,
+                               linear->groups ? linear->groups + (int64_t)(token + i) * groups + column / TE_GROUP
+                                              : NULL);
 }
 
 static void run_expert_linear(const TeProgram *program, const TeOp *op, int32_t chunk)
@@ -351,13 +396,6 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
                             norm->groups ? norm->groups + row * divide_up(norm->width, TE_GROUP) : NULL);
         break;
     }
-    case TE_OP_ACTIVATE: {
-        const TeActivate *activate = &op->activate;
-        kernels->activate(activate->x + row * activate->width, activate->width, activate->activation,
-                          activate->out ? activate->out + row * activate->width : NULL,
-                          activate->groups ? activate->groups + row * divide_up(activate->width, TE_GROUP) : NULL);
-        break;
-    }
     case TE_OP_QUANTIZE:
         kernels->quantize(op->quantize.x + row * op->quantize.width, op->quantize.width,
                           op->quantize.groups + row * divide_up(op->quantize.width, TE_GROUP));
@@ -405,6 +443,9 @@ static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t threa
     switch (op->kind) {
     case TE_OP_LINEAR:
         run_linear(program, op, rows, chunk);
+        break;
+    case TE_OP_ACTIVATED_LINEAR:
+        run_activated_linear(program, op, rows, chunk, program->scratch + (size_t)thread * program->scratch_floats);
         break;
     case TE_OP_GATED:
         run_gated(program, op, rows, chunk);
@@ -533,7 +574,7 @@ static int prepare_group(TeProgram *program, int32_t kv_group)
     return reserve((void **)&program->partials, &program->partials_capacity, partial_bytes);
 }
 
-static int prepare_attention(TeProgram *program)
+static int prepare_scratch(TeProgram *program)
 {
     for (int32_t kv_group = 0; kv_group < program->num_kv_groups; kv_group++)
         if (!prepare_group(program, kv_group))
@@ -541,11 +582,14 @@ static int prepare_attention(TeProgram *program)
     int32_t longest = 0;
     for (int32_t i = 0; i < program->step.num_sequences; i++)
         longest = TE_MAX(longest, program->step.query_start[i + 1] - program->step.query_start[i]);
-    for (int32_t op = 0; op < program->num_ops; op++)
-        if (program->ops[op].kind == TE_OP_FULL_ATTENTION) {
-            size_t floats = te_full_attention_scratch_floats(longest, program->ops[op].full_attention.head_dim);
-            program->scratch_floats = TE_MAX(program->scratch_floats, (floats + 15) / 16 * 16);
-        }
+    for (int32_t op = 0; op < program->num_ops; op++) {
+        size_t floats = 0;
+        if (program->ops[op].kind == TE_OP_FULL_ATTENTION)
+            floats = te_full_attention_scratch_floats(longest, program->ops[op].full_attention.head_dim);
+        else if (program->ops[op].kind == TE_OP_ACTIVATED_LINEAR)
+            floats = ACTIVATED_TOKENS * ACTIVATED_COLUMNS;
+        program->scratch_floats = TE_MAX(program->scratch_floats, (floats + 15) / 16 * 16);
+    }
     return reserve((void **)&program->scratch, &program->scratch_capacity,
                    (size_t)program->num_threads * program->scratch_floats * sizeof(float));
 }
@@ -555,7 +599,7 @@ static int32_t prepare_step(TeProgram *program, TePool *pool, const TeStep *step
 {
     program->num_threads = te_pool_num_threads(pool);
     program->step = *step;
-    if (!prepare_attention(program))
+    if (!prepare_scratch(program))
         return 0;
     for (int32_t op = 0; op < program->num_ops; op++)
         program->chunks[op] = num_chunks(program, &program->ops[op]);

@@ -24,7 +24,7 @@ typedef enum {
     TE_OP_MIX_EXPERTS = 16,
     TE_OP_LORA = 17,
     TE_OP_LAYER_NORM = 18,
-    TE_OP_ACTIVATE = 19,
+    TE_OP_ACTIVATED_LINEAR = 19,
     TE_OP_FULL_ATTENTION = 20
 } TeOpKind;
 
@@ -61,14 +61,6 @@ typedef struct {
 
 typedef struct {
     const float *x;
-    float *out;      /* x, or null */
-    TeGroup *groups; /* may be null */
-    int32_t width;
-    int32_t activation;
-} TeActivate;
-
-typedef struct {
-    const float *x;
     TeGroup *groups;
     int32_t width;
 } TeQuantize;
@@ -80,6 +72,16 @@ typedef struct {
     float *out;
     int64_t out_stride;
 } TeLinear;
+
+/* A product whose results go through an activation before they leave the processor's cache. */
+typedef struct {
+    TeTiles tiles;
+    const void *x;     /* as in TeLinear */
+    const float *bias; /* may be null */
+    float *out;        /* [tokens, rows of the matrix]; null where only `groups` is wanted */
+    TeGroup *groups;   /* may be null */
+    int32_t activation;
+} TeActivatedLinear;
 
 typedef struct {
     const float *x;
@@ -199,7 +201,7 @@ typedef struct {
         TeGated gated;
         TeSelectRows select;
         TeLayerNorm layer_norm;
-        TeActivate activate;
+        TeActivatedLinear activated_linear;
         TeFullAttention full_attention;
         TeSoftCap soft_cap;
         TeChooseExperts choose;

@@ -33,7 +33,7 @@ TE_INLINE void quantize_group(const vf x[4], TeGroup *group)
             group->q[8 * i + j] = (int8_t)q[j];
 #endif
     }
-    int32_t sum = ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+    int32_t sum = vi_sum(sums);
     group->scale = is_usable ? scale : poison;
     group->sum = group->scale * (float)sum;
     group->offset = -128 * sum;
@@ -124,11 +124,8 @@ TE_INLINE vf activated(vf gate, int32_t activation)
 {
     if (activation == TE_SILU)
         return gate * vf_sigmoid(gate);
-    if (activation == TE_GELU) {
-        /* x (1 + erf(x / sqrt 2)) / 2, in the form that loses nothing on either side of zero */
-        vf part = gate * (vf_set(0.5f) * vf_erfc_abs(gate * vf_set(0.70710678118654752f)));
-        return vf_select(gate < vf_zero(), part, gate - part);
-    }
+    if (activation == TE_GELU)
+        return vf_gelu(gate);
     if (activation == TE_RELU)
         return vf_select(gate < vf_zero(), vf_zero(), gate);
     /* 0.5 x (1 + tanh y) = x sigmoid(2 y) */

@@ -69,6 +69,91 @@ static void activate(const float *x, int32_t width, int32_t activation, float *o
     }
 }
 
+/* Keys of 16 tokens side by side, [dim][16]; keys behind the last are zeros. */
+static void pack_keys(const float *keys, int64_t stride, int32_t count, int32_t dim, float *out)
+{
+    int32_t first = 0;
+#if defined(__AVX2__)
+    for (; first + 8 <= count && dim % 8 == 0; first += 8) {
+        float *unit = out + (int64_t)(first / TE_KV_TOKENS) * TE_KV_TOKENS * dim + first % TE_KV_TOKENS;
+        for (int32_t j = 0; j < dim; j += 8) {
+            /* Eight numbers of eight keys: exchanged in pairs, in pairs of pairs, and in halves of vectors. */
+            __m256 a[8], b[8];
+            for (int i = 0; i < 8; i++)
+                a[i] = _mm256_loadu_ps(keys + (first + i) * stride + j);
+            for (int i = 0; i < 8; i += 2) {
+                b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+                b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+            }
+            for (int i = 0; i < 8; i += 4)
+                for (int half = 0; half < 2; half++) {
+                    a[i + 2 * half] = _mm256_shuffle_ps(b[i + half], b[i + half + 2], 0x44);
+                    a[i + 2 * half + 1] = _mm256_shuffle_ps(b[i + half], b[i + half + 2], 0xee);
+                }
+            for (int i = 0; i < 4; i++) {
+                _mm256_storeu_ps(unit + (j + i) * TE_KV_TOKENS, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+                _mm256_storeu_ps(unit + (j + i + 4) * TE_KV_TOKENS, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+            }
+        }
+    }
+#endif
+    for (; first % TE_KV_TOKENS || first < count; first++) {
+        float *column = out + (int64_t)(first / TE_KV_TOKENS) * TE_KV_TOKENS * dim + first % TE_KV_TOKENS;
+        for (int32_t j = 0; j < dim; j++)
+            column[j * TE_KV_TOKENS] = first < count ? keys[first * stride + j] : 0.0f;
+    }
+}
+
+/* Values with their heads filled up by zeros to a multiple of 16. */
+static void pack_values(const float *values, int64_t stride, int32_t count, int32_t dim, int32_t padded, float *out)
+{
+    for (int32_t i = 0; i < count; i++, values += stride, out += padded) {
+        int32_t j = 0;
+        for (; j + 8 <= dim; j += 8)
+            vf_store(out + j, vf_load(values + j));
+        for (; j < padded; j++)
+            out[j] = j < dim ? values[j] : 0.0f;
+    }
+}
+
+/* e^x of x <= 0, to 2e-7, relative, above -10, and 1e-37 or less for all below -86. NaN stays NaN. As vf_exp. */
+TE_INLINE vf exp_of_negative(vf x)
+{
+    const vf magic = vf_set(12582912.0f), bounded = vf_max(vf_set(-86.0f), x);
+    const vf shifted = vf_fma(bounded, vf_set(1.44269504088896341f), magic); /* its lowest bits are those of n */
+    const vf r = vf_fma(shifted - magic, vf_set(-0.69314718055994531f), bounded);
+    vf p = vf_set(1.9875691500e-4f);
+    p = vf_fma(p, r, vf_set(1.3981999507e-3f));
+    p = vf_fma(p, r, vf_set(8.3334519073e-3f));
+    p = vf_fma(p, r, vf_set(4.1665795894e-2f));
+    p = vf_fma(p, r, vf_set(1.6666665459e-1f));
+    p = vf_fma(p, r, vf_set(5.0000001201e-1f));
+    p = vf_fma(p, r * r, r + vf_set(1.0f));
+    return p * (vf)(((vi)shifted << 23) + vi_set(127 << 23));
+}
+
+/* A row's scores to weights, the largest of which is 1; returns their sum. Those of whole units of 16 keys are written;
+ * those behind the last key count for nothing. */
+TE_INLINE float full_softmax(float *scores, int32_t count, float scale)
+{
+    const int32_t num_keys = (count + TE_KV_TOKENS - 1) / TE_KV_TOKENS * TE_KV_TOKENS;
+    for (int32_t i = count; i < num_keys; i++)
+        scores[i] = -INFINITY;
+    vf largest[2] = {vf_load(scores), vf_load(scores + 8)};
+    for (int32_t i = 16; i < num_keys; i += 16)
+        for (int half = 0; half < 2; half++)
+            largest[half] = vf_max(largest[half], vf_load(scores + i + 8 * half));
+    const vf scales = vf_set(scale), offset = vf_set(-scale * vf_largest(vf_max(largest[0], largest[1])));
+    vf sums[2] = {vf_zero(), vf_zero()};
+    for (int32_t i = 0; i < num_keys; i += 16)
+        for (int half = 0; half < 2; half++) {
+            const vf weight = exp_of_negative(vf_fma(vf_load(scores + i + 8 * half), scales, offset));
+            sums[half] = sums[half] + weight;
+            vf_store(scores + i + 8 * half, weight);
+        }
+    return vf_sum(sums[0] + sums[1]);
+}
+
 /* One head of one sequence, `start` to `end - 1`. scratch: see te_full_attention_scratch_floats. */
 static void full_attention(const TeFullAttention *attention, int32_t start, int32_t end, int32_t head, float *scratch)
 {
@@ -79,18 +164,8 @@ static void full_attention(const TeFullAttention *attention, int32_t start, int3
     const float *query = attention->query_key + start * stride + (int64_t)head * dim;
     float *keys = scratch, *values = keys + (int64_t)num_keys * dim, *scores = values + (int64_t)count * padded;
     float *results = scores + (int64_t)TE_FULL_QUERIES * num_keys;
-    /* Keys of 16 tokens side by side, values with their heads filled up. */
-    memset(keys + (int64_t)(num_units - 1) * TE_KV_TOKENS * dim, 0, (size_t)(TE_KV_TOKENS * dim) * sizeof(float));
-    for (int32_t i = 0; i < count; i++) {
-        const float *key = query + i * stride + width;
-        const float *value = attention->value + (int64_t)(start + i) * width + (int64_t)head * dim;
-        float *column = keys + (int64_t)(i / TE_KV_TOKENS) * TE_KV_TOKENS * dim + i % TE_KV_TOKENS;
-        for (int32_t j = 0; j < dim; j++)
-            column[j * TE_KV_TOKENS] = key[j];
-        memcpy(values + (int64_t)i * padded, value, (size_t)dim * sizeof(float));
-        for (int32_t j = dim; j < padded; j++)
-            values[(int64_t)i * padded + j] = 0.0f;
-    }
+    pack_keys(query + width, stride, count, dim, keys);
+    pack_values(attention->value + (int64_t)start * width + (int64_t)head * dim, width, count, dim, padded, values);
     for (int32_t first = 0; first < count; first += TE_FULL_QUERIES) {
         const int32_t num_rows = TE_MIN(TE_FULL_QUERIES, count - first);
         memset(scores, 0, (size_t)num_rows * (size_t)num_keys * sizeof(float));
@@ -98,10 +173,8 @@ static void full_attention(const TeFullAttention *attention, int32_t start, int3
         single_product(num_rows, num_units, query + first * stride, stride, keys, TE_KV_TOKENS, TE_KV_TOKENS * dim, dim,
                        scores, num_keys, TE_KV_TOKENS);
         float sums[TE_FULL_QUERIES];
-        for (int32_t r = 0; r < num_rows; r++) {
-            float max;
-            softmax_row(scores + (int64_t)r * num_keys, num_keys, 0, count - 1, attention->scale, 0.0f, &max, &sums[r]);
-        }
+        for (int32_t r = 0; r < num_rows; r++)
+            sums[r] = full_softmax(scores + (int64_t)r * num_keys, count, attention->scale);
         single_product(num_rows, padded / 16, scores, num_keys, values, padded, 16, count, results, padded, 16);
         for (int32_t r = 0; r < num_rows; r++) {
             const int64_t row = start + first + r;
