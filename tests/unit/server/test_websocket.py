@@ -1,10 +1,13 @@
 """A WebSocket without a socket: pings, and the inbox of an application."""
 
+import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
 from hypercorn.protocol.events import Data, Event, Request, Response, StreamClosed
+from hypothesis import given
+from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioengine.server.websocket import MAX_UNREAD_BYTES, PING_INTERVAL_S, Inbox, WebSocketStream, frame
@@ -136,3 +139,40 @@ def test_the_length_of_a_frame_takes_the_fewest_bytes(length: int) -> None:
     data = frame(b"x" * length)
     # A client's frame of the same message, without its mask.
     assert data == client_frame(TEXT, b"x" * length, masked=False)
+
+
+FRAMES = st.one_of(
+    st.binary(max_size=20),
+    st.builds(
+        client_frame,
+        st.integers(0, 15),
+        st.binary(max_size=130),
+        fin=st.booleans(),
+        rsv=st.sampled_from([0, 0, 0, 4]),
+        masked=st.sampled_from([True, True, True, False]),
+        length=st.sampled_from([None, None, 2, 8]),
+    ),
+    st.builds(lambda text, fin: client_frame(TEXT, text.encode(), fin=fin), st.text(max_size=20), st.booleans()),
+)
+
+
+@given(frames=st.lists(FRAMES, max_size=12), sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5))
+async def test_whatever_bytes_come_they_are_answered_with_whole_frames_and_one_close(
+    frames: list[bytes], sizes: list[int]
+) -> None:
+    data = b"".join(frames)
+    async with trio.open_nursery() as nursery:
+        stream, sent = await open_stream(accepting, nursery)
+        for size in itertools.cycle(sizes):
+            if not data:
+                break
+            await stream.handle(Data(1, data[:size]))
+            data = data[size:]
+        await stream.handle(StreamClosed(1))
+        nursery.cancel_scope.deadline = trio.current_time() + 10
+    assert not nursery.cancel_scope.cancelled_caught
+    assert set(sent.opcodes) <= {PONG, CLOSE}
+    assert sent.opcodes.count(CLOSE) <= 1
+    if CLOSE in sent.opcodes:
+        assert sent.opcodes[-1] == CLOSE
+        assert sum(isinstance(event, StreamClosed) for event in sent.events) == 1
