@@ -130,3 +130,24 @@ def test_an_echoed_prompt_has_log_probabilities_and_no_answer(client: openai.Ope
     assert logprobs.tokens == ["The", " capital"]
     assert logprobs.token_logprobs is not None
     assert logprobs.token_logprobs[0] is None
+
+
+def test_responses_go_on_from_each_other_in_the_background_and_on_a_websocket(client: openai.OpenAI) -> None:
+    """The actor of `trioengine serve`, its store and its WebSocket, with a model."""
+    model = client.models.list().data[0].id
+    question = str(QUESTION[0]["content"])
+    begun = client.responses.create(model=model, input=question, temperature=0, max_output_tokens=32, background=True)
+    with client.responses.stream(model=model, input=question, temperature=0, max_output_tokens=32) as stream:
+        streamed = stream.get_final_response()
+    assert "Tokyo" in streamed.output_text
+    with client.responses.connect() as connection:
+        connection.response.create(
+            model=model, input="And of France?", temperature=0, max_output_tokens=32, previous_response_id=streamed.id
+        )
+        for event in connection:
+            assert event.type != "error"
+            if event.type == "response.completed":
+                assert "Paris" in event.response.output_text
+                break
+    # It began first, and is one of a batch with the others.
+    assert client.responses.retrieve(begun.id).output_text == streamed.output_text

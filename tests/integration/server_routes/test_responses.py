@@ -224,7 +224,7 @@ async def test_only_so_many_are_kept() -> None:
         first, second, third = [await client.create() for _ in range(3)]
         await client.error("GET", f"/{first['id']}")
         for response in (second, third):
-            await client.get(f"/{response['id']}")
+            assert await client.get(f"/{response['id']}") == response
 
 
 @pytest.mark.parametrize("stream", [False, True])
