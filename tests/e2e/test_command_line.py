@@ -47,13 +47,21 @@ def run(*arguments: str, text: str = "", environment: dict[str, str] | None = No
     return done.stdout
 
 
-@pytest.mark.parametrize(("mode", "keys"), [("client", FRONTEND_KEYS), ("http", FRONTEND_KEYS | {"cpu_us_per_chunk"})])
+@pytest.mark.parametrize(
+    ("mode", "keys"),
+    [
+        ("client", FRONTEND_KEYS),
+        ("http", FRONTEND_KEYS | {"cpu_us_per_chunk"}),
+        ("ws", FRONTEND_KEYS | {"cpu_us_per_chunk"}),
+        ("http --api-server-count 2", FRONTEND_KEYS | {"cpu_us_per_chunk"}),
+    ],
+)
 def test_bench_frontend_reports_exactly_its_keys(mode: str, keys: set[str]) -> None:
-    words = ["--streams", "4", "--tokens", "8", "--mode", mode, "--pace-ms", "10", "--json"]
+    words = ["--streams", "4", "--tokens", "8", "--pace-ms", "10", "--json", "--mode", *mode.split()]
     figures = json.loads(run("bench", "frontend", *words))
     assert set(figures) == keys
     assert 0 < figures["outputs_per_token"] <= 1
-    assert figures["cpu_us_per_token"] > 0
+    assert figures["output_tokens_per_s"] > 0
 
 
 def test_bench_serve_loads_our_own_server(server: ServedProcess) -> None:

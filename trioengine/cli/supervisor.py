@@ -35,6 +35,11 @@ class ApiServerGroup:
         self._everything = trio.CancelScope()
         self._failure: TrioEngineError | None = None
 
+    @property
+    def pids(self) -> Sequence[int]:
+        """The processes that were started."""
+        return [process.pid for process in self._processes]
+
     def drain(self) -> None:
         """Every process refuses new requests and finishes those that run; `run` returns when all have ended.
 

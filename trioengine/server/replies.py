@@ -1,6 +1,5 @@
 """Quart responses of this API: JSON, and errors in OpenAI's shape from whatever was raised."""
 
-import logging
 from collections.abc import Mapping
 
 from quart import Response
@@ -10,13 +9,10 @@ from trioengine.errors import (
     BodyTooLargeError,
     MethodNotAllowedError,
     NotFoundError,
-    RequestError,
     TrioEngineError,
-    UnavailableError,
 )
 from trioengine.openai.errors import ErrorReply, error_reply, status_reply
-
-logger = logging.getLogger(__name__)
+from trioengine.server.failures import log_failure
 
 
 def json_response(body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -28,9 +24,7 @@ def error_response(error: Exception) -> Response:
     """The response for an exception that a route raised. Whatever is not the client's fault is logged."""
     if isinstance(error, HTTPException):
         return _http_exception_response(error)
-    if not isinstance(error, (RequestError, UnavailableError)):
-        # One of ours says it all; only of another must one know where in the code it came from.
-        logger.error("A request failed: %r", error, exc_info=None if isinstance(error, TrioEngineError) else error)
+    log_failure("A request", error)
     return _response(error_reply(error))
 
 

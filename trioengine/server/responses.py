@@ -5,7 +5,6 @@ which ends with the block: a background response lives as long as the server, no
 State changes between two awaits only, so that nothing is locked.
 """
 
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -13,17 +12,16 @@ import attrs
 import trio
 
 from trioengine.client.interface import OutputStream
-from trioengine.errors import EngineClosedError, EngineGenerateError, RequestError, TrioEngineError
+from trioengine.errors import EngineClosedError, EngineGenerateError, RequestError
 from trioengine.openai.responses.events import Event, ResponseEvents
 from trioengine.openai.responses.items import Item
 from trioengine.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
 from trioengine.openai.responses.translate import ResponsePlan
+from trioengine.server.failures import log_failure
 from trioengine.types.output import RequestOutput
 
 SWEEP_INTERVAL_S = 60.0
 """How often the store is looked through for what is too old, when nobody asks."""
-
-logger = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False)
@@ -213,8 +211,7 @@ class Responses:
         response.tell()
 
     def _fail(self, response: BackgroundResponse, error: Exception) -> None:
-        level = logging.WARNING if isinstance(error, TrioEngineError) else logging.ERROR
-        logger.log(level, "A response in the background ended with an error: %r", error, exc_info=error)
+        log_failure("A response in the background", error)
         self._end(response, response.stored.state.fail(error))
 
     def _forget(self, response: BackgroundResponse) -> None:

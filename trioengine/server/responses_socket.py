@@ -5,7 +5,6 @@ The client sends `response.create` events, and gets the events that a stream ove
 nursery, so its end, however it comes, leaves them at once.
 """
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
@@ -21,6 +20,7 @@ from trioengine.openai.responses.events import Event
 from trioengine.openai.responses.items import Item
 from trioengine.openai.responses.protocol import response_request
 from trioengine.openai.sse import dumps
+from trioengine.server.failures import log_failure
 from trioengine.server.routes.context import LONG_BODY_BYTES, RequestHead, ServerContext
 from trioengine.server.routes.responses import KeptEvents, PlannedResponse, plan_response
 from trioengine.server.stream_connection import MessageTransport
@@ -32,8 +32,6 @@ CLOSE_TIMEOUT_S = 5.0
 _NO_BINARY = 1003
 _GOING_AWAY = 1001
 RESPONSES_PATH = "/v1/responses"
-
-logger = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False)
@@ -186,9 +184,7 @@ class ResponsesConnection:
         self._recent = {planned.state.id: (*planned.plan.conversation, *planned.state.items)}
 
     async def _fail(self, lane: _Lane, error: Exception) -> None:
-        if not isinstance(error, (RequestError, UnavailableError)):
-            level = logging.WARNING if isinstance(error, TrioEngineError) else logging.ERROR
-            logger.log(level, "A response ended with an error: %r", error, exc_info=error)
+        log_failure("A response", error)
         if lane.kept is None:
             await self._send_error(error, lane.stream_id)
         else:

@@ -7,7 +7,6 @@ cancelled when the client disconnects and when the response has been sent, which
 the requests when the server stops: their reader then gets `EngineClosedError`, and can still say so to the client.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -16,16 +15,15 @@ import trio
 from quart.wrappers.response import ResponseBody
 
 from trioengine.client.interface import OutputStream
-from trioengine.errors import EngineGenerateError, RequestError, TrioEngineError
+from trioengine.errors import EngineGenerateError, RequestError
 from trioengine.openai.completion_stream import CompletionEvents
 from trioengine.openai.errors import at_path
 from trioengine.openai.sse import PING
+from trioengine.server.failures import log_failure
 from trioengine.server.open_requests import OpenRequest
 from trioengine.types.output import RequestOutput
 
 PING_INTERVAL_S = 5.0
-
-logger = logging.getLogger(__name__)
 
 
 class Entered(Protocol):
@@ -327,6 +325,5 @@ def _ended_early() -> EngineGenerateError:
 
 
 def _failure(events: Events, error: Exception) -> bytes:
-    level = logging.WARNING if isinstance(error, TrioEngineError) else logging.ERROR
-    logger.log(level, "A stream ended with an error: %r", error, exc_info=error)
+    log_failure("A stream", error)
     return events.error_event(error)

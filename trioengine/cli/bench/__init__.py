@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     frontend.add_argument(
         "--pace-ms", type=float, default=0.0, metavar="X", help="time between steps; 0 is as fast as they are taken"
     )
+    frontend.add_argument(
+        "--api-server-count",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="API-server processes; with several their CPU counts, in steps of 10 ms. Default: 1",
+    )
     serve = benchmarks.add_parser("serve", help="load an OpenAI-compatible server")
     serve.add_argument("--base-url", required=True, metavar="URL", help="like http://127.0.0.1:8000")
     _add_counts(serve, concurrency="requests at once")
@@ -105,6 +112,7 @@ def _benchmark(arguments: argparse.Namespace) -> Benchmark:
                 num_tokens=arguments.tokens,
                 mode=Mode(arguments.mode),
                 pace_s=arguments.pace_ms / 1000,
+                num_servers=arguments.api_server_count,
             )
         case "serve":
             from trioengine.cli.bench.served import ServedBench

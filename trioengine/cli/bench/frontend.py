@@ -2,8 +2,8 @@
 
 A scripted core, a real process over ZeroMQ, makes one token for each stream and step. This process is the front end,
 with the bundled model's tokenizer, one stop string to look for and DELTA outputs; in modes "http" and "ws" it is also
-the server, and a process of its own reads the streams. CPU is this process's alone, all threads: neither the core's nor
-that of such a reader.
+the server, and a process of its own reads the streams. CPU is this process's alone, all threads, or that of the API
+servers where there are several: neither the core's nor that of such a reader.
 
 The delay of delivery is measured without any help of the code that is measured: the tokens tell the time. Each token
 that the core makes is a word which stands for the moment at which its step ended, on the clock that all processes of a
@@ -12,7 +12,7 @@ machine share; the reader takes the word's moment from the moment at which it re
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -26,7 +26,7 @@ from trioengine.cli.progress import Progress
 from trioengine.client import open_engine
 from trioengine.client.interface import EngineClient
 from trioengine.config import env
-from trioengine.errors import BenchError
+from trioengine.errors import BenchError, ConfigError
 from trioengine.runtime.collector import tune_garbage_collector
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.types.messages import GetLoad
@@ -85,6 +85,8 @@ class FrontendBench:
     num_tokens: int
     mode: Mode
     pace_s: float = 0.0
+    num_servers: int = 1
+    """API-server processes; more than one are processes of their own."""
 
     async def run(self) -> BenchReport:
         """Open the engine around a scripted core and measure.
@@ -94,6 +96,9 @@ class FrontendBench:
         """
         clock = WordClock.of((await trio.to_thread.run_sync(_default_tokenizer)).token_texts(True))
         options = self._core_options(clock)
+        num_connections = NUM_CONNECTIONS if self.mode is Mode.WS else 0
+        if self.num_servers > 1:
+            return await self._run_servers(clock, options, num_connections)
         progress = Progress()
         async with open_engine(core_module=CORE_MODULE, core_options=options, on_progress=progress) as engine:
             progress.clear()
@@ -101,9 +106,16 @@ class FrontendBench:
                 return await self._measure(ClientReader(engine, clock))
             from trioengine.cli.bench.http_reader import open_http_reader
 
-            num_connections = NUM_CONNECTIONS if self.mode is Mode.WS else 0
             async with open_http_reader(engine, clock, num_connections) as reader:
                 return await self._measure(reader)
+
+    async def _run_servers(self, clock: WordClock, options: Mapping[str, str], num_connections: int) -> BenchReport:
+        if self.mode is Mode.CLIENT:
+            raise ConfigError("In mode client there are no API servers.", option="api_server_count")
+        from trioengine.cli.bench.http_reader import open_processes_reader
+
+        async with open_processes_reader(CORE_MODULE, options, clock, num_connections, self.num_servers) as reader:
+            return await self._measure(reader)
 
     def _core_options(self, clock: WordClock) -> dict[str, str]:
         clock_tokens = ",".join(map(str, clock.token_ids))
