@@ -39,9 +39,9 @@ from trioengine.types.stream_messages import (
     write_message,
 )
 
-CREDITS = 16
+CREDITS = 32
 """Chunks of one request that may wait here. What is beyond them the server merges."""
-CREDITS_AT_ONCE = 8
+CREDITS_AT_ONCE = 16
 CONNECT_TIMEOUT_S = 10.0
 PING_INTERVAL_S = 20.0
 PING_TIMEOUT_S = 20.0
