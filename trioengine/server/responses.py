@@ -68,14 +68,13 @@ class Responses:
         self.store.check_room()
 
     async def start(self, response: BackgroundResponse) -> None:
-        """Begin a response in the background, and return once the engine has taken it.
+        """Begin a response in the background, after `check_background`, and return once the engine has taken it.
 
         Cancelled before that, nothing is left of it.
 
         Raises:
             TrioEngineError: the engine refuses it. Nothing is kept.
         """
-        self.check_background()
         self.store.add(response.stored)
         self._running[response.stored.id] = response
         self._send.send_nowait(response)

@@ -97,6 +97,7 @@ CASES: list[tuple[str, str, Any]] = [
     ("post", "/v1/completions", {"prompt": "a"}),
     ("post", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "echo": True}),
     ("post", "/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
+    ("post", "/v1/responses/input_tokens", {"input": "a"}),
     ("get", "/v1/responses/{response_id}", None),
     ("get", "/v1/responses/{response_id}/input_items", None),
     ("post", "/v1/responses/{response_id}/cancel", None),

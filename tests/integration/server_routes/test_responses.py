@@ -43,7 +43,10 @@ class Client:
 
     async def ask(self, method: str, path: str = "", headers: Mapping[str, str] | None = None, **body: Any) -> Response:
         return await self.app.test_client().open(
-            PATH + path, method=method, headers=headers, json=body if method == "POST" and not path else None
+            PATH + path,
+            method=method,
+            headers=headers,
+            json=body.get("json") if path else body if method == "POST" else None,
         )
 
     async def get(self, path: str, **headers: str) -> Any:
@@ -139,6 +142,21 @@ async def test_input_items_are_listed_in_pages() -> None:
         assert not rest["has_more"]
         for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")):
             assert (await client.error("GET", f"{path}?{query}", 400))["param"] == param
+
+
+async def test_input_is_counted_without_an_answer() -> None:
+    """With what it goes on from; a conversation that is too long is an error by the client's path."""
+    engine = FakeEngine()
+    async with open_client(engine) as client:
+        first = await client.create()
+        num_requests = len(engine.requests)
+        alone = await client.answer("POST", "/input_tokens", json={"input": "Hi"})
+        more = await client.answer("POST", "/input_tokens", json={"input": "Hi", "previous_response_id": first["id"]})
+        assert alone["object"] == "response.input_tokens"
+        assert 0 < alone["input_tokens"] < more["input_tokens"]
+        error = await client.error("POST", "/input_tokens", 400, json={"input": "Hi", "tools": [{"type": "mcp"}]})
+        assert error["param"] == "tools[0].type"
+        assert len(engine.requests) == num_requests
 
 
 async def test_a_call_and_its_result_go_round() -> None:

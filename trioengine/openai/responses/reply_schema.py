@@ -174,3 +174,11 @@ class ResponseItemList:
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+@attrs.frozen
+class InputTokens:
+    """The reply of `POST /v1/responses/input_tokens`."""
+
+    object: str
+    input_tokens: int

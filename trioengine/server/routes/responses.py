@@ -23,13 +23,15 @@ from trioengine.openai.responses.protocol import (
     RetrieveQuery,
     parse_response_request,
 )
+from trioengine.openai.responses.reply_schema import InputTokens
 from trioengine.openai.responses.store import StoredResponse
 from trioengine.openai.responses.translate import ResponsePlan, response_to_generate
 from trioengine.openai.sse import CONTENT_TYPE, PING, dumps
 from trioengine.server.replies import json_response
 from trioengine.server.responses import BackgroundResponse, Responses
-from trioengine.server.routes.context import RequestHead, ServerContext, request_head
+from trioengine.server.routes.context import RequestHead, ServerContext, json_reply, request_head
 from trioengine.server.routes.generate import STREAM_HEADERS, stream_one, whole_one
+from trioengine.server.routes.tokens import LONG_PROMPT_CHARS
 from trioengine.server.stream_body import PING_INTERVAL_S
 from trioengine.types.output import RequestOutput
 from trioengine.types.request import GenerateRequest
@@ -158,17 +160,9 @@ async def plan_response(
         RequestError: the body cannot be honoured.
         UnavailableError: the engine is full.
     """
-    lora = await context.check_body(body)
     if body.background:
         context.responses.check_background()
-    references = [item.id for item in body.input if isinstance(item, ItemReference)]
-    previous_id = body.previous_response_id
-    if recent is not None and previous_id is not None and previous_id in recent:
-        earlier = recent[previous_id]
-    else:
-        earlier = context.responses.conversation(previous_id, owner)
-    known_items = context.responses.known_items(references, owner)
-    plan = response_to_generate(body, head.id, context.chat, earlier, known_items)
+    lora, plan = await _plan(context, body, head.id, owner, recent)
     context.engine.check_admission(1)
     state = ResponseEvents(
         new_response_id(),
@@ -183,7 +177,47 @@ async def plan_response(
     return PlannedResponse(body, plan, state, head.apply(plan.generate_request, lora), owner)
 
 
+async def _plan(
+    context: ServerContext,
+    body: ResponseRequest,
+    request_id: str,
+    owner: str,
+    recent: Mapping[str, Sequence[Item]] | None = None,
+) -> tuple[str | None, ResponsePlan]:
+    """The adapter that a body asks for, and what it means for the engine."""
+    lora = await context.check_body(body)
+    previous_id = body.previous_response_id
+    if recent is not None and previous_id is not None and previous_id in recent:
+        earlier = recent[previous_id]
+    else:
+        earlier = context.responses.conversation(previous_id, owner)
+    references = [item.id for item in body.input if isinstance(item, ItemReference)]
+    known_items = context.responses.known_items(references, owner)
+    return lora, response_to_generate(body, request_id, context.chat, earlier, known_items)
+
+
+async def count_input_tokens(context: ServerContext) -> Response:
+    """How many tokens a response would be given, without making it."""
+    body, num_bytes = await context.read_body(lambda data: (parse_response_request(data), len(data)))
+    owner = owner_of(context, request.headers.get("Authorization"))
+    _, plan = await _plan(context, body, "", owner)
+    generate_request = plan.generate_request
+
+    def count() -> int:
+        rendered = context.engine.renderer.render(generate_request.prompt, generate_request.tokenization_kwargs)
+        return len(rendered.token_ids)
+
+    # What went before may be long too.
+    is_long = num_bytes > LONG_PROMPT_CHARS or body.previous_response_id is not None
+    try:
+        num_tokens = await trio.to_thread.run_sync(count, abandon_on_cancel=True) if is_long else count()
+    except RequestError as error:
+        raise plan.as_written(error) from None
+    return json_reply(InputTokens("response.input_tokens", num_tokens))
+
+
 async def _in_background(context: ServerContext, planned: PlannedResponse) -> Response:
+    context.responses.check_background()  # Again: others may have come meanwhile.
     stored = StoredResponse(
         planned.state,
         planned.owner,

@@ -35,7 +35,13 @@ from trioengine.openai.models import LoadLoRARequest, ModelCard, ModelList, Unlo
 from trioengine.openai.openapi import Operation
 from trioengine.openai.reply_schema import ChatCompletion, ChatCompletionChunk, Completion
 from trioengine.openai.responses.protocol import InputItemsQuery, ResponseRequest, RetrieveQuery
-from trioengine.openai.responses.reply_schema import DeletedResponse, ResponseEvent, ResponseItemList, ResponseObject
+from trioengine.openai.responses.reply_schema import (
+    DeletedResponse,
+    InputTokens,
+    ResponseEvent,
+    ResponseItemList,
+    ResponseObject,
+)
 from trioengine.openai.tokenize_protocol import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -113,6 +119,14 @@ ROUTES: Sequence[Route] = (
         request=(ResponseRequest,),
         reply=ResponseObject,
         stream=ResponseEvent,
+    ),
+    _post(
+        "/v1/responses/input_tokens",
+        "text",
+        responses.count_input_tokens,
+        (401, 403, 404, 408),
+        request=(ResponseRequest,),
+        reply=InputTokens,
     ),
     _get(
         "/v1/responses/{response_id}",

@@ -14,7 +14,7 @@ from trioengine.openai.tokenize_protocol import (
 )
 from trioengine.server.routes.context import LONG_BODY_BYTES, ServerContext, json_reply
 
-_LONG_PROMPT_CHARS = LONG_BODY_BYTES // 16
+LONG_PROMPT_CHARS = LONG_BODY_BYTES // 16
 """Longer ones take over 5 ms to tokenize."""
 
 
@@ -28,7 +28,7 @@ async def tokenize(context: ServerContext) -> Response:
         return _tokenize(context, request)
 
     # The tokenizer lets other threads run, so a long prompt holds nobody up.
-    is_long = num_bytes > _LONG_PROMPT_CHARS
+    is_long = num_bytes > LONG_PROMPT_CHARS
     reply = await trio.to_thread.run_sync(count, abandon_on_cancel=True) if is_long else count()
     return _with_warnings(json_reply(reply), context, request)
 
