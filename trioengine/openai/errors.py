@@ -22,6 +22,8 @@ from trioengine.errors import (
 MAX_MESSAGE_CHARS = 1000
 """At most 12 bytes each once escaped, so a body stays under 16 KB."""
 MAX_PARAM_CHARS = 200
+RESTART_S = "5"
+"""When to come back to a server that stops: another one takes its place by then, or nothing does."""
 
 
 @attrs.frozen
@@ -38,6 +40,8 @@ def error_reply(error: Exception) -> ErrorReply:
     headers: dict[str, str] = {}
     if isinstance(error, UnavailableError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, EngineClosedError):
+        headers["Retry-After"] = RESTART_S
     status = error.status if isinstance(error, TrioEngineError) else TrioEngineError.status
     return ErrorReply(status, error_body(error), headers)
 

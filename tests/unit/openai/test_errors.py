@@ -6,6 +6,7 @@ import pytest
 
 from trioengine import errors
 from trioengine.errors import (
+    EngineClosedError,
     EngineDeadError,
     EngineGenerateError,
     PromptTooLongError,
@@ -84,6 +85,13 @@ def test_an_engine_that_is_full_tells_when_to_come_back(retry_after_s: float, he
     reply = error_reply(UnavailableError("Full.", retry_after_s=retry_after_s))
     assert reply.status == 503
     assert reply.headers == {"Retry-After": header}
+
+
+def test_a_server_that_stops_tells_when_to_come_back() -> None:
+    """Nothing is wrong with the request, and clients that repeat it know when."""
+    reply = error_reply(EngineClosedError("secret"))
+    assert (reply.status, reply.headers) == (503, {"Retry-After": "5"})
+    assert error_reply(EngineDeadError("dead", cause="x")).headers == {}
 
 
 @pytest.mark.parametrize(("status", "error_type"), [(408, "invalid_request_error"), (501, "internal_error")])
