@@ -384,7 +384,8 @@ class ResponseEvents:
 
     def _end(self, status: ResponseStatus, name: bytes, item_status: ItemStatus = ItemStatus.INCOMPLETE) -> None:
         self._close(item_status)
-        self._usage, self._latest = self._usage_fields(), None
+        self._usage = self._usage_fields()
+        self._latest = self._reader = self._pieces = None
         self.status = status
         self._completed_s = int(self._clock()) if status is ResponseStatus.COMPLETED else None
         self._add_response(name)

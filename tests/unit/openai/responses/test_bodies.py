@@ -6,12 +6,22 @@ from typing import Any, cast
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trioengine.config.engine import ReasoningParser
 from trioengine.config.server import ToolCallParser
 from trioengine.errors import NotFoundError, PromptTooLongError, RequestError
 from trioengine.openai.chat_settings import ChatSettings
-from trioengine.openai.responses.items import FunctionCallItem, Item, ItemRole, MessageItem
+from trioengine.openai.responses.items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    ItemRole,
+    MessageItem,
+    ReasoningItem,
+    item_fields,
+)
 from trioengine.openai.responses.protocol import ResponseRequest, parse_response_request
 from trioengine.openai.responses.translate import ResponsePlan, response_to_generate
 from trioengine.testing.fake_tokenizer import FakeTokenizer
@@ -191,6 +201,21 @@ def _expected_turns() -> list[Any]:
         {"role": "tool", "content": "2", "tool_call_id": "c2"},
         {"role": "assistant", "content": "Done.", "reasoning_content": "short"},
     ]
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+ITEMS: st.SearchStrategy[Item] = st.one_of(
+    st.builds(MessageItem, role=st.sampled_from(ItemRole), content=st.lists(TEXTS, max_size=3).map(tuple)),
+    st.builds(FunctionCallItem, call_id=TEXTS, name=TEXTS, arguments=TEXTS),
+    st.builds(FunctionCallOutputItem, call_id=TEXTS, output=TEXTS),
+    st.builds(ReasoningItem, content=st.lists(TEXTS, max_size=2).map(tuple), summary=st.lists(TEXTS).map(tuple)),
+)
+
+
+@given(st.lists(ITEMS, min_size=1, max_size=4))
+def test_listed_items_can_be_sent_again(items: list[Item]) -> None:
+    """What a server tells of its items is what it takes: clients send a conversation back."""
+    assert parse(input=[item_fields(item) for item in items]).input == tuple(items)
 
 
 def test_earlier_items_come_first_and_references_are_resolved() -> None:
