@@ -47,6 +47,7 @@ PING_INTERVAL_S = 20.0
 PING_TIMEOUT_S = 20.0
 MAX_MESSAGE_BYTES = 1 << 30
 """The server is trusted: its outputs may be long."""
+_POLICY_VIOLATION = 1008
 
 
 @attrs.frozen
@@ -333,6 +334,10 @@ def _connect_error(error: Exception | None, address: ServerAddress) -> TrioEngin
         problem = f"The server refuses with status {error.status_code}: {body}"
         kinds = {401: AuthenticationError, 403: ForbiddenError}
         return kinds.get(error.status_code, PeerUnreachableError)(problem)
+    if isinstance(error, trio_websocket.ConnectionClosed) and error.reason is not None:
+        problem = f"The server closes with {error.reason.code}: {error.reason.reason}"
+        is_refused = error.reason.code == _POLICY_VIOLATION
+        return AuthenticationError(problem) if is_refused else PeerUnreachableError(problem)
     return PeerUnreachableError(f"There is no engine at {address.url}: {error!r}"[:500])
 
 

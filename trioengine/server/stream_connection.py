@@ -5,7 +5,6 @@ request, and those that wait for the server's end. All requests live in the conn
 however it comes, leaves them all at once.
 """
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -22,14 +21,12 @@ from trioengine.openai.stream_protocol import (
     parse_message,
 )
 from trioengine.server.failures import log_failure
-from trioengine.types.stream_messages import StreamLimits
+from trioengine.types.stream_messages import STREAM_PATH, StreamLimits
 
 HELLO_TIMEOUT_S = 20.0
 LONG_MESSAGE_CHARS = 256 * 1024
 """Longer messages take over 5 ms to parse, which an event loop should not wait for."""
 CLOSE_TIMEOUT_S = 5.0
-
-logger = logging.getLogger(__name__)
 
 
 class MessageTransport(Protocol):
@@ -224,7 +221,7 @@ class StreamConnection:
                 await self._answer(request, start)
         except Exception as error:
             # A border: whatever a request raises is the answer to it.
-            log_failure("A request", error)
+            log_failure(f"A request of {STREAM_PATH}", error)
             request.fail(error)
         finally:
             if self._requests.get(start.create.id) is request:
