@@ -4,7 +4,8 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trioengine.testing.served_process import ServedProcess
 
 BODY = str(Path(__file__).with_name("completion.json"))
 MEMORY_GROWTH_KB = 30_000
+TIME_LIMIT_S = 30.0
 
 
 def run(*command: str) -> str:
@@ -24,6 +26,15 @@ def run(*command: str) -> str:
 
 def num_descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def check_settles(served: ServedProcess, is_so: Callable[[], bool]) -> None:
+    """It is so within a time in which a server has long noticed who has left."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        with pytest.raises(subprocess.TimeoutExpired):
+            served.process.wait(0.02)
 
 
 def resident_kb(pid: int) -> int:
@@ -72,7 +83,7 @@ def test_wrk_on_the_real_model(server: Any, tmp_path: Path, stream: bool) -> Non
     pids = [server.process.pid, *server.core_pids()]
     before = {pid: (num_descriptors(pid), resident_kb(pid)) for pid in pids}
     num_tasks = len(open_tasks(server))
-    report = run(*command, "-d4s", url)
+    report = run(*command, "-d3s", url)
     assert int(re.search(r"(\d+) requests in", report)[1]) > 16  # pyright: ignore[reportOptionalSubscript]
     assert "Non-2xx" not in report
     assert "Socket errors" not in report
@@ -92,14 +103,16 @@ def test_h2load_over_http2(tls_server: ServedProcess) -> None:
     pid = tls_server.process.pid
     command = ["h2load", "-c8", "-m10", "-d", BODY, "-H", "content-type: application/json"]
     url = f"{tls_server.url}/v1/completions"
+    num_idle = num_descriptors(pid)
     run(*command, "-n400", url)
-    before = num_descriptors(pid), resident_kb(pid)
+    check_settles(tls_server, lambda: num_descriptors(pid) <= num_idle)
+    before_kb = resident_kb(pid)
     report = run(*command, "-n2000", url)
     assert "2000 done, 2000 succeeded, 0 failed, 0 errored, 0 timeout" in report
     assert "status codes: 2000 2xx" in report
     assert "Application protocol: h2" in report
-    assert num_descriptors(pid) <= before[0]
-    assert resident_kb(pid) < before[1] + MEMORY_GROWTH_KB
+    check_settles(tls_server, lambda: num_descriptors(pid) <= num_idle)
+    assert resident_kb(pid) < before_kb + MEMORY_GROWTH_KB
 
 
 def test_h2load_over_http1(fake_server: ServedProcess) -> None:

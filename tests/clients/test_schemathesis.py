@@ -17,7 +17,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-NUM_EXAMPLES = 12
+NUM_EXAMPLES = 10
 OPERATES_THE_ENGINE = ["/sleep", "/wake_up", "/pause", "/resume"]
 """Requests would wait after them."""
 OPENAI_OPERATIONS = [
