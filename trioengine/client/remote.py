@@ -92,6 +92,7 @@ async def open_remote(
             if connect_error is None:
                 try:
                     yield engine
+                    await engine.say_goodbye()
                 except BaseException as error:
                     block_error = error
             else:
@@ -139,6 +140,11 @@ class RemoteEngine(EngineClient):
         self._closed_error = EngineClosedError("The engine is closed.")
         if self._link is not None:
             self._link.end(self._closed_error)
+
+    async def say_goodbye(self) -> None:
+        """Let the server know that this is meant to be the end; `open_remote` calls it where nothing went wrong."""
+        if self._link is not None:
+            await self._link.close()
 
     # What it is
 

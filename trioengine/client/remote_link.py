@@ -43,6 +43,7 @@ CREDITS = 32
 """Chunks of one request that may wait here. What is beyond them the server merges."""
 CREDITS_AT_ONCE = 16
 CONNECT_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0
 PING_INTERVAL_S = 20.0
 PING_TIMEOUT_S = 20.0
 MAX_MESSAGE_BYTES = 1 << 30
@@ -186,6 +187,7 @@ class RemoteLink:
         self._unsent: deque[ClientMessage] = deque()
         self._writer = trio.lowlevel.ParkingLot()
         self._socket: trio.socket.SocketType | None = None
+        self._websocket: trio_websocket.WebSocketConnection | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Connect, then carry messages until the connection is lost.
@@ -198,18 +200,23 @@ class RemoteLink:
         try:
             async with trio.open_nursery() as nursery:
                 with trio.fail_after(CONNECT_TIMEOUT_S):
-                    websocket = await self._connect(nursery)
+                    self._websocket = websocket = await self._connect(nursery)
                 is_started = True
                 task_status.started()
                 nursery.start_soon(self._write, websocket)
                 nursery.start_soon(self._ping, websocket)
-                await self._read(websocket)
-                nursery.cancel_scope.cancel()
+                try:
+                    await self._read(websocket)
+                except trio_websocket.ConnectionClosed:
+                    if not isinstance(self.error, EngineClosedError):
+                        raise
+                    # `close` waits for the server, whom trio-websocket's own task in this nursery listens to.
+                    await trio.sleep_forever()
         except* Exception as group:
             # A border: whatever happens to the connection is its end, and nothing else's.
             error = _leaf(group)
         finally:
-            # Not the WebSocket's own closing, which waits: the end of the socket says as much to the server.
+            # The WebSocket's own closing waits; the end of the socket makes the server abort as well.
             if self._socket is not None:
                 self._socket.close()
         if not is_started:
@@ -256,6 +263,13 @@ class RemoteLink:
         exchanges, self._exchanges = self._exchanges, {}
         for exchange in exchanges.values():
             exchange.on_end(error)
+
+    async def close(self) -> None:
+        """Tell the server that this is meant to be the end (1000). Waits for its answer, but not for long."""
+        if self.error is None and self._websocket is not None:
+            self.end(EngineClosedError("The engine is closed."))
+            with trio.move_on_after(CLOSE_TIMEOUT_S):
+                await self._websocket.aclose()
 
     async def _connect(self, nursery: trio.Nursery) -> trio_websocket.WebSocketConnection:
         headers = [] if self._api_key is None else [(b"authorization", b"Bearer " + self._api_key.encode())]

@@ -36,6 +36,8 @@ REQUEST_ID = "request_id"
 """The key of a scope's `state` under which applications find the request's id."""
 
 _SWITCHING_PROTOCOLS = 101
+_GOOD_ENDS = frozenset({1000, 1001, 1005})
+"""Close codes of a client that means to go; 1005 is none."""
 
 
 class Gate:
@@ -258,7 +260,10 @@ class _PassingWebSocket:
             first, self._first = self._first, None
             await trio.lowlevel.checkpoint()
             return first
-        return await self._receive()
+        message = await self._receive()
+        if message["type"] == "websocket.disconnect" and message["code"] in _GOOD_ENDS:
+            self._exchange.is_complete = True
+        return message
 
     async def send(self, message: ASGISendEvent) -> None:
         if self._is_accepted_here and message["type"] == "websocket.accept":

@@ -483,3 +483,16 @@ async def test_a_ping_during_the_closing_harms_nobody(kind: str) -> None:
         await client.frames.http.read_to_end()
         await bystander.create(max_tokens=1)
         assert (await bystander.read_to_end())[-1]["type"] == "done"
+
+
+@pytest.mark.parametrize(("sent", "is_cut"), [(close_frame(1000), False), (frame(CLOSE), False), (b"", True)])
+async def test_a_websocket_that_its_client_closes_is_not_logged_as_cut(
+    caplog: pytest.LogCaptureFixture, sent: bytes, is_cut: bool
+) -> None:
+    caplog.set_level("INFO", "trioengine.access")
+    async with open_served("serve") as served, served.connect() as client:
+        await client.frames.send(sent)
+        client.frames.http.send_fin()
+        await client.frames.http.read_to_end()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "trioengine.access"]
+    assert line.endswith(" cut") == is_cut
