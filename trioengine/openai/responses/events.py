@@ -175,8 +175,9 @@ class ResponseEvents:
         self._number = 0
 
     def fields(self) -> Mapping[str, object]:
-        """The response object as of now."""
+        """The response object as of now. What OpenAI's has no null for is left out."""
         output = self._output
+        usage = self._usage or self._usage_fields()
         if self._open is not None:
             output = [*output, self._open_fields(self._open)]
         return {
@@ -186,7 +187,7 @@ class ResponseEvents:
             "error": self._error,
             "incomplete_details": self._incomplete,
             "output": list(output),
-            "usage": self._usage or self._usage_fields(),
+            **({} if usage is None else {"usage": usage}),
         }
 
     def begin(self) -> Sequence[Event]:
@@ -469,6 +470,11 @@ def _fields_of(
     """What a response tells of its request."""
     reasoning = request.reasoning
     summary = reasoning.effective_summary
+    names = {
+        "prompt_cache_key": request.prompt_cache_key,
+        "safety_identifier": request.safety_identifier,
+        "user": request.user,
+    }
     return {
         "id": response_id,
         "object": "response",
@@ -485,10 +491,8 @@ def _fields_of(
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls,
         "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
         "prompt_cache_retention": request.prompt_cache_retention,
         "reasoning": {"effort": reasoning.effort, "summary": None if summary is None else summary.value},
-        "safety_identifier": request.safety_identifier,
         "service_tier": _SERVICE_TIER,
         "store": is_stored,
         "temperature": sampling.temperature,
@@ -501,9 +505,8 @@ def _fields_of(
         "top_logprobs": request.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": request.truncation.value,
-        "usage": None,
-        "user": request.user,
         "metadata": dict(request.metadata),
+        **{name: value for name, value in names.items() if value is not None},
     }
 
 

@@ -115,10 +115,10 @@ class ResponseObject:
     """What the model has written, in its order."""
     parallel_tool_calls: bool
     previous_response_id: str | None
-    prompt_cache_key: str | None
+    prompt_cache_key: str = attrs.field(default="", metadata=_SOMETIMES)
     prompt_cache_retention: str | None
     reasoning: Mapping[str, Any]
-    safety_identifier: str | None
+    safety_identifier: str = attrs.field(default="", metadata=_SOMETIMES)
     service_tier: str
     store: bool
     temperature: float
@@ -128,9 +128,9 @@ class ResponseObject:
     top_logprobs: int
     top_p: float
     truncation: str
-    usage: ResponseUsage | None
-    """None before the first output."""
-    user: str | None
+    usage: ResponseUsage = attrs.field(default=None, metadata=_SOMETIMES)  # pyright: ignore[reportAssignmentType]
+    """Not before the first output."""
+    user: str = attrs.field(default="", metadata=_SOMETIMES)
     metadata: Mapping[str, str]
 
 
