@@ -42,12 +42,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def server_config_from(arguments: argparse.Namespace) -> ServerConfig:
-    """The server's configuration: the command line's, with the keys that the environment holds besides.
+    """The server's configuration: the command line's, with what the environment and a file hold besides.
 
     Raises:
         ConfigError: a value cannot work.
     """
     config = section_from(arguments, ServerConfig)
+    if config.chat_template is not None:
+        # Before the model is loaded, so that a wrong one is known at once. Few need what is imported for it.
+        from trioengine.openai.chat_settings import read_chat_template
+
+        config = attrs.evolve(config, chat_template=read_chat_template(config.chat_template))
     return attrs.evolve(config, api_key=(*config.api_key, *env.api_keys()))
 
 

@@ -1,12 +1,15 @@
 """`ChatSettings`: what the chat route must know about the model and the server besides the request."""
 
+from pathlib import Path
+
 import attrs
 
 from trioengine.checkpoint.generation import GenerationDefaults
 from trioengine.config.engine import ReasoningParser
 from trioengine.config.server import ToolCallParser
+from trioengine.errors import ConfigError, RequestError
 from trioengine.openai.tool_parsers import TOOL_MARKUPS, ToolMarkup, markup_for_template
-from trioengine.tokenizer.chat_template import template_source
+from trioengine.tokenizer.chat_template import check_chat_template, template_source
 from trioengine.tokenizer.tokenizer import Tokenizer
 
 
@@ -50,3 +53,19 @@ class ChatSettings:
             server_template=server_template,
             generation_defaults=generation_defaults or GenerationDefaults(),
         )
+
+
+def read_chat_template(value: str) -> str:
+    """The chat template that `ServerConfig.chat_template` is: a file's text, or, with a brace in it, itself.
+
+    Raises:
+        ConfigError: it cannot be read, or is no template.
+    """
+    try:
+        text = value if "{" in value else Path(value).read_text(encoding="utf-8")
+        check_chat_template(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {value} cannot be read: {error}.", option="chat_template") from None
+    except RequestError as error:
+        raise ConfigError(error.message, option="chat_template") from None
+    return text

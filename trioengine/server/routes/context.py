@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol, TypeVar, cast
 from uuid import uuid4
 
@@ -14,7 +13,6 @@ from quart import Response, g, request
 from trioengine.client.interface import EngineClient
 from trioengine.config.server import GenerationConfig, ServerConfig
 from trioengine.errors import (
-    ConfigError,
     DeadlineExceededError,
     EngineClosedError,
     MediaTypeError,
@@ -23,7 +21,7 @@ from trioengine.errors import (
     UnavailableError,
 )
 from trioengine.observability.prometheus import MetricsPage
-from trioengine.openai.chat_settings import ChatSettings
+from trioengine.openai.chat_settings import ChatSettings, read_chat_template
 from trioengine.openai.translate import (
     ModelBody,
     UnknownFields,
@@ -35,7 +33,6 @@ from trioengine.server.gate import MAX_REQUEST_ID_BYTES, REQUEST_ID
 from trioengine.server.open_requests import OpenRequests
 from trioengine.server.replies import json_response
 from trioengine.server.responses import Responses
-from trioengine.tokenizer.chat_template import check_chat_template
 from trioengine.types.messages import LoRAInfo
 from trioengine.types.request import GenerateRequest
 
@@ -212,36 +209,16 @@ class ServerContext:
 
 
 def _chat_settings(context: ServerContext) -> ChatSettings:
+    template = context.config.chat_template
     takes_defaults = context.config.generation_config is GenerationConfig.AUTO
     return ChatSettings.of(
         context.engine.tokenizer,
         tool_call_parser=context.config.tool_call_parser,
         reasoning_parser=context.engine.config.reasoning_parser,
         allows_chat_template=context.config.trust_request_chat_template,
-        server_template=_server_template(context.config.chat_template),
+        server_template=None if template is None else read_chat_template(template),
         generation_defaults=context.engine.generation_defaults if takes_defaults else None,
     )
-
-
-def _server_template(value: str | None) -> str | None:
-    """What `ServerConfig.chat_template` names, read once.
-
-    Raises:
-        ConfigError: it cannot be read, or is no template.
-    """
-    if value is None or "{" in value:
-        text = value
-    else:
-        try:
-            text = Path(value).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: {value} cannot be read: {error}.", option="chat_template") from None
-    if text is not None:
-        try:
-            check_chat_template(text)
-        except RequestError as error:
-            raise ConfigError(error.message, option="chat_template") from None
-    return text
 
 
 def request_head(id_prefix: str) -> RequestHead:
