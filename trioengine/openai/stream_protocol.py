@@ -284,7 +284,7 @@ class StreamSession:
         self._state = _State.OPEN
         limits = attrs.asdict(self._limits)
         self._say(dumps({"type": "hello", "version": PROTOCOL_VERSION, "model": self._model_name, "limits": limits}))
-        return self._close_if_drained()
+        return ()
 
     def _create(self, create: Create) -> Sequence[Action]:
         if create.id in self._requests:
@@ -330,7 +330,7 @@ class StreamSession:
         return self.close(CloseCode.POLICY_VIOLATION, problem)
 
     def _close_if_drained(self) -> Sequence[Action]:
-        if not self._is_draining or self._requests or self._state is not _State.OPEN:
+        if not self._is_draining or self._requests:
             return ()
         return self.close(CloseCode.GOING_AWAY, "The server is shutting down.")
 

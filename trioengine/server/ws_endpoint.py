@@ -103,12 +103,14 @@ def stream_handler(context: ServerContext, rules: AccessRules) -> Callable[[trio
     requests = StreamRequests(context)
 
     async def handle(stream: trio.abc.Stream) -> None:
+        accepted: tuple[trio_websocket.WebSocketConnection, bool] | None = None
         async with trio.open_nursery() as nursery:
-            with trio.fail_after(context.config.header_timeout_s):
+            # Who vanishes before the upgrade is waited for as long as who hesitates: trio-websocket does not tell.
+            with trio.move_on_after(context.config.header_timeout_s):
                 upgrade = await trio_websocket.wrap_server_stream(
                     nursery,
                     stream,
-                    message_queue_size=8,
+                    message_queue_size=1,
                     max_message_size=context.config.max_body_bytes,
                     receive_buffer_size=65536,
                 )

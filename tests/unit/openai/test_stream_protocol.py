@@ -191,6 +191,7 @@ def test_a_server_that_shuts_down_takes_nothing_and_closes_behind_the_last_reque
     assert close_code(session.done("1", ["stop"])) == 1001
     assert [message["type"] for message in said(session)] == ["done"]
     assert close_code(opened().drain()) == 1001
+    assert close_code(StreamSession("a-model").drain()) == 1001
 
 
 def test_a_client_that_only_writes_is_closed_before_its_answers_fill_memory() -> None:
