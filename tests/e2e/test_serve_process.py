@@ -119,7 +119,7 @@ async def test_a_signal_drains_and_a_second_one_stops_now() -> None:
 
 
 async def test_a_killed_core_is_an_unhealthy_server_whose_streams_end_with_an_error() -> None:
-    """Case 9 (vllm 19881): health fails at once, a waiting stream gets an error event, the server ends with status 1."""
+    """Case 9 (vllm 19881): health fails at once, a waiting stream gets an error event, the server ends with 1."""
     with served_process() as served:
         async with open_raw_http(served.url) as client:
             with trio.fail_after(60):

@@ -125,13 +125,12 @@ class AccessRules:
         return scope["method"] == "OPTIONS" and caller.origin is not None and caller.asked_method is not None
 
     def preflight_headers(self, caller: Caller) -> Sequence[Header] | None:
-        """The answer to a preflight; None when the page may do nothing."""
+        """Of the answer to a preflight, besides what every response carries; None when the page may do nothing."""
         if caller.is_from_foreign_page and not self._allows(caller.origin):
             return None
         methods = (caller.asked_method or b"") if self._methods == b"*" else self._methods
         headers = (caller.asked_headers or b"") if self._headers == b"*" else self._headers
         answer = [
-            *self.response_headers(caller),
             (b"access-control-allow-methods", methods),
             (b"access-control-max-age", b"%d" % PREFLIGHT_MAX_AGE_S),
         ]

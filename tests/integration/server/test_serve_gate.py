@@ -143,6 +143,8 @@ async def test_health_and_preflight_need_no_key() -> None:
         assert (response.status, response.body) == (204, b"")
         assert response.head.header("access-control-allow-origin") == PAGE[1]
         assert response.head.header("access-control-allow-headers") == "authorization"
+        names = [name for name, _ in response.head.headers]
+        assert len(set(names)) == len(names), "browsers refuse an answer that allows an origin twice"
         foreign = [("origin", "https://other.example"), *asks[1:]]
         response = await client.request("OPTIONS", "/v1/chat/completions", headers=foreign)
         assert response.status == 403

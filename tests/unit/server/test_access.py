@@ -145,7 +145,11 @@ def preflight(access: AccessRules, origin: str) -> dict[bytes, bytes] | None:
     )
     assert access.is_preflight(scope("OPTIONS"), caller)
     headers = access.preflight_headers(caller)
-    return None if headers is None else dict(headers)
+    if headers is None:
+        return None
+    headers = [*access.response_headers(caller), *headers]
+    assert len(dict(headers)) == len(headers)
+    return dict(headers)
 
 
 def test_a_preflight_is_answered_for_allowed_origins_only() -> None:
