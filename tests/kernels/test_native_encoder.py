@@ -131,6 +131,25 @@ def test_activated_products(library, isa, num_threads, kind, rows, width):
     assert (actual == expected).all()
 
 
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 3), (5, 31, 16), (37, 64, 50), (150, 1101, 40)])
+def test_products_that_may_be_rounded(library, pool, isa, rows, columns, width):
+    """Exact where bfloat16 holds the numbers; else each product loses up to two roundings to 8 bits. The rows beside
+    one change no bit of it."""
+
+    def run_product(x, weights, bias=None):
+        tiles = pack_float(library, weights, TileKind.F32)
+        return run(library, pool, x, lambda b, buffer: b.linear(buffer, tiles, bias, may_round=True))
+
+    whole, whole_weights = np.round(random(rows, columns) * 4), np.round(random(width, columns, seed=1) * 4)
+    bias = np.arange(width, dtype=np.float32)
+    assert (run_product(whole, whole_weights, bias) == whole @ whole_weights.T + bias).all()
+
+    x, weights = random(rows, columns), random(width, columns, seed=1)
+    actual = run_product(x, weights)
+    assert (np.abs(actual - x @ weights.T) <= 2**-7 * (np.abs(x) @ np.abs(weights).T) + 1e-5).all()
+    assert (run_product(x[rows // 2 :], weights) == actual[rows // 2 :]).all()
+
+
 @pytest.mark.parametrize("lengths", [[1], [16, 1, 15], [17, 40], [130, 3]])
 @pytest.mark.parametrize(("num_heads", "dim"), [(1, 16), (3, 8), (2, 32), (2, 20)])
 def test_full_attention(library, pool, isa, lengths, num_heads, dim):

@@ -32,6 +32,8 @@ class NativeEncoderOps:
 
     builder: ProgramBuilder
     head_dim: int
+    is_quantized: bool
+    """Whether some matrices are: products with the others may be rounded to bfloat16, which loses less."""
 
     def embedding(self, table: NativeMatrix) -> Buffer:
         """As `ProgramBuilder.embedding`."""
@@ -49,7 +51,7 @@ class NativeEncoderOps:
 
     def linear(self, x: Buffer, weight: NativeMatrix, bias: Floats | None = None) -> Buffer:
         """As `ProgramBuilder.linear`."""
-        return self.builder.linear(x, weight, bias)
+        return self.builder.linear(x, weight, bias, may_round=self.is_quantized)
 
     def full_attention(self, query_key: Buffer, value: Buffer, num_heads: int) -> Buffer:
         """As `ProgramBuilder.full_attention`."""
@@ -81,4 +83,5 @@ def record_encoder(model: NativeEncoder, library: Library, *, max_tokens: int) -
         head_dim=head_dim,
         vocab_size=config.vocab_size,
     )
-    return builder.build(model.encoder.forward(NativeEncoderOps(builder, head_dim)))
+    is_quantized = any(tiles.kind.is_quantized for layer in model.encoder.weights.layers for tiles in layer.up.weight)
+    return builder.build(model.encoder.forward(NativeEncoderOps(builder, head_dim, is_quantized)))

@@ -267,8 +267,19 @@ class ProgramBuilder:
         self._add(OpKind.ADD, x, add=c.Add(x.address, residual.address, x.width))
         self._changed(residual)
 
-    def linear(self, x: Buffer, weights: WeightTiles | Sequence[WeightTiles], bias: Floats | None = None) -> Buffer:
-        """`x @ weights.T + bias`. Several matrices are stacked: their outputs stand side by side."""
+    def linear(
+        self,
+        x: Buffer,
+        weights: WeightTiles | Sequence[WeightTiles],
+        bias: Floats | None = None,
+        *,
+        may_round: bool = False,
+    ) -> Buffer:
+        """`x @ weights.T + bias`. Several matrices are stacked: their outputs stand side by side.
+
+        `may_round`: weights of floats and what they are multiplied with may be rounded to bfloat16, on processors where
+        that is faster.
+        """
         matrices = [weights] if isinstance(weights, WeightTiles) else list(weights)
         width = sum(tiles.rows for tiles in matrices)
         if any(tiles.columns != x.width for tiles in matrices):
@@ -284,6 +295,7 @@ class ProgramBuilder:
                 None if bias is None else _address(bias) + 4 * first,
                 out.address + 4 * first,
                 width,
+                may_round and not tiles.kind.is_quantized,
             )
             self._add(OpKind.LINEAR, x, linear=linear)
             first += tiles.rows

@@ -117,7 +117,14 @@ class Quantize(ctypes.Structure):
 class Linear(ctypes.Structure):
     """`TeLinear`."""
 
-    _fields_ = [("tiles", Tiles), ("x", c_void_p), ("bias", c_void_p), ("out", c_void_p), ("out_stride", c_int64)]
+    _fields_ = [
+        ("tiles", Tiles),
+        ("x", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("may_round", c_int32),
+    ]
 
 
 class ActivatedLinear(ctypes.Structure):

@@ -52,6 +52,13 @@ __attribute__((unused)) static int has_avx_vnni(void)
 }
 #endif
 
+static int32_t has_bf16;
+
+int32_t te_has_bf16(void)
+{
+    return has_bf16;
+}
+
 static const TeKernels *chosen;
 static int32_t chosen_isa;
 
@@ -101,6 +108,10 @@ int32_t te_set_isa(int32_t isa)
 
 __attribute__((constructor)) static void choose_fastest(void)
 {
+#if defined(TE_HAVE_VNNI)
+    unsigned eax, ebx, ecx, edx;
+    has_bf16 = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 5 & 1;
+#endif
     for (int32_t isa = TE_NUM_ISAS - 1; !te_set_isa(isa); isa--)
         ;
 }

@@ -210,8 +210,13 @@ static void run_linear(const TeProgram *program, const TeOp *op, int32_t rows, i
     const LinearBlock block = linear_block(program, &linear->tiles, rows);
     const int32_t strips = strips_of(&linear->tiles), strip_chunks = divide_up(strips, block.strips);
     const int32_t strip = chunk % strip_chunks * block.strips, token = chunk / strip_chunks * block.tokens;
-    te_kernels()->linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip,
-                         TE_MIN(strip + block.strips, strips), token, TE_MIN(token + block.tokens, rows));
+    const int32_t end_strip = TE_MIN(strip + block.strips, strips), end = TE_MIN(token + block.tokens, rows);
+    if (linear->may_round)
+        te_kernels()->rounded_linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip,
+                                     end_strip, token, end);
+    else
+        te_kernels()->linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip, end_strip,
+                             token, end);
 }
 
 static void run_activated_linear(const TeProgram *program, const TeOp *op, int32_t rows, int32_t chunk, float *scratch)

@@ -71,6 +71,7 @@ typedef struct {
     const float *bias;
     float *out;
     int64_t out_stride;
+    int32_t may_round; /* of float tiles: see rounded_linear */
 } TeLinear;
 
 /* A product whose results go through an activation before they leave the processor's cache. */

@@ -202,22 +202,4 @@ TE_INLINE vf vf_tanh(vf x)
     return vf_set(1.0f) - vf_set(2.0f) / (vf_set(1.0f) + vf_exp(x + x));
 }
 
-/* x (1 + erf(x / sqrt 2)) / 2 as max(x, 0) - a Q(a), a = |x|: to 9e-7, absolute. Q is a polynomial in 2 a / 5.25 - 1,
- * fitted so that the largest error of a Q(a) below 5.25 is as small as can be; behind that the product is below 5e-7. */
-TE_INLINE vf vf_gelu(vf x)
-{
-    static const float coefficients[] = {
-        -0.019899580627679825f, -0.00596570922061801f, 0.07773378491401672f,  -0.06784999370574951f,
-        -0.08363175392150879f,  0.19733908772468567f,  -0.10119843482971191f, -0.1209007278084755f,
-        0.257595419883728f,     -0.22596773505210876f, 0.11505130678415298f,  -0.03340025991201401f,
-        0.004332652781158686f,
-    };
-    const vf size = vf_min(vf_abs(x), vf_set(5.25f)), t = vf_fma(size, vf_set(2.0f / 5.25f), vf_set(-1.0f));
-    vf p = vf_set(0.00676191970705986f);
-#pragma GCC unroll 13
-    for (int i = 0; i < 13; i++)
-        p = vf_fma(p, t, vf_set(coefficients[i]));
-    return vf_fma(-size, p, vf_select(x < vf_zero(), vf_zero(), x)); /* a NaN stays */
-}
-
 #endif

@@ -164,6 +164,9 @@ typedef struct {
      * tiles, else float rows of tiles->columns. */
     void (*linear)(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
                    int32_t first_strip, int32_t end_strip, int32_t first, int32_t end);
+    /* The same of float tiles, whose numbers and those of x may be rounded to bfloat16 before they are multiplied. */
+    void (*rounded_linear)(const TeTiles *tiles, const float *x, const float *bias, float *out, int64_t out_stride,
+                           int32_t first_strip, int32_t end_strip, int32_t first, int32_t end);
     void (*embedding)(const TeTiles *tiles, int32_t row, float *out);
     /* residual (may be null) += x, then out = norm of it; else out = norm of x. `out` or `groups` may be null. */
     void (*rms_norm)(const float *x, float *residual, const float *weight, float epsilon, int32_t width, float *out,
@@ -198,6 +201,8 @@ size_t te_full_attention_scratch_floats(int32_t max_tokens, int32_t head_dim);
 TE_API int32_t te_isa_is_supported(int32_t isa);
 TE_API int32_t te_set_isa(int32_t isa); /* 0 where it is not supported */
 TE_API int32_t te_isa(void);
+/* Whether a processor with TE_VNNI has the products of AVX512_BF16 too. */
+int32_t te_has_bf16(void);
 const TeKernels *te_kernels(void);
 
 #endif

@@ -120,17 +120,51 @@ static void soft_cap(float *x, int32_t width, float cap)
     }
 }
 
+/* x (1 + erf(x / sqrt 2)) / 2 as max(x, 0) - a Q(a), a = |x|: to 9e-7, absolute. Q is a polynomial in 2 a / 5.25 - 1,
+ * fitted so that the largest error of a Q(a) below 5.25 is as small as can be; behind that the product is below 5e-7.
+ * Four vectors in step: one by one they would wait for their own chains of additions (measured). */
+TE_INLINE void gelu_group(vf x[4])
+{
+    static const float coefficients[] = {
+        -0.019899580627679825f, -0.00596570922061801f, 0.07773378491401672f,  -0.06784999370574951f,
+        -0.08363175392150879f,  0.19733908772468567f,  -0.10119843482971191f, -0.1209007278084755f,
+        0.257595419883728f,     -0.22596773505210876f, 0.11505130678415298f,  -0.03340025991201401f,
+        0.004332652781158686f,
+    };
+    vf sizes[4], t[4], p[4];
+    for (int j = 0; j < 4; j++) {
+        sizes[j] = vf_min(vf_abs(x[j]), vf_set(5.25f));
+        t[j] = vf_fma(sizes[j], vf_set(2.0f / 5.25f), vf_set(-1.0f));
+        p[j] = vf_set(0.00676191970705986f);
+    }
+#pragma GCC unroll 13
+    for (int i = 0; i < 13; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            p[j] = vf_fma(p[j], t[j], vf_set(coefficients[i]));
+    for (int j = 0; j < 4; j++)
+        x[j] = vf_fma(-sizes[j], p[j], vf_select(x[j] < vf_zero(), vf_zero(), x[j])); /* a NaN stays */
+}
+
+/* All but TE_GELU. */
 TE_INLINE vf activated(vf gate, int32_t activation)
 {
     if (activation == TE_SILU)
         return gate * vf_sigmoid(gate);
-    if (activation == TE_GELU)
-        return vf_gelu(gate);
     if (activation == TE_RELU)
         return vf_select(gate < vf_zero(), vf_zero(), gate);
     /* 0.5 x (1 + tanh y) = x sigmoid(2 y) */
     vf cubed = gate * gate * gate;
     return gate * vf_sigmoid(vf_set(2.0f * 0.7978845608f) * vf_fma(vf_set(0.044715f), cubed, gate));
+}
+
+TE_INLINE void activate_group(vf x[4], int32_t activation)
+{
+    if (activation == TE_GELU)
+        gelu_group(x);
+    else
+        for (int j = 0; j < 4; j++)
+            x[j] = activated(x[j], activation);
 }
 
 static void gated(const float *gate_up, int32_t width, int32_t activation, int32_t first, int32_t end, float *out,
@@ -149,7 +183,10 @@ static void gated(const float *gate_up, int32_t width, int32_t activation, int32
         }
         vf values[4];
         for (int j = 0; j < 4; j++)
-            values[j] = activated(vf_load(gate_group + 8 * j), activation) * vf_load(up_group + 8 * j);
+            values[j] = vf_load(gate_group + 8 * j);
+        activate_group(values, activation);
+        for (int j = 0; j < 4; j++)
+            values[j] = values[j] * vf_load(up_group + 8 * j);
         if (out) {
             float results[TE_GROUP];
             memcpy(results, values, sizeof results);

@@ -8,40 +8,50 @@
 static void layer_norm(const float *x, const float *residual, const float *weight, const float *bias, float epsilon,
                        int32_t width, float *out, TeGroup *groups)
 {
-    vf sums[2] = {vf_zero(), vf_zero()};
+    vf sums[4] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
     float rest = 0.0f;
-    const int32_t whole = width / 8 * 8;
-    for (int32_t i = 0; i < whole; i += 8) {
-        vf value = vf_load(x + i);
-        if (residual)
-            value = value + vf_load(residual + i);
-        vf_store(out + i, value);
-        sums[i / 8 & 1] = sums[i / 8 & 1] + value;
-    }
+    const int32_t whole = width / TE_GROUP * TE_GROUP;
+    for (int32_t i = 0; i < whole; i += TE_GROUP)
+        for (int j = 0; j < 4; j++) {
+            vf value = vf_load(x + i + 8 * j);
+            if (residual)
+                value = value + vf_load(residual + i + 8 * j);
+            vf_store(out + i + 8 * j, value);
+            sums[j] = sums[j] + value;
+        }
     for (int32_t i = whole; i < width; i++) {
         out[i] = residual ? x[i] + residual[i] : x[i];
         rest += out[i];
     }
-    const float mean = (vf_sum(sums[0] + sums[1]) + rest) / (float)width;
+    const float mean = (vf_sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest) / (float)width;
     const vf means = vf_set(mean);
-    sums[0] = sums[1] = vf_zero();
+    sums[0] = sums[1] = sums[2] = sums[3] = vf_zero();
     rest = 0.0f;
-    for (int32_t i = 0; i < whole; i += 8) {
-        vf value = vf_load(out + i) - means;
-        sums[i / 8 & 1] = vf_fma(value, value, sums[i / 8 & 1]);
-    }
+    for (int32_t i = 0; i < whole; i += TE_GROUP)
+        for (int j = 0; j < 4; j++) {
+            vf value = vf_load(out + i + 8 * j) - means;
+            sums[j] = vf_fma(value, value, sums[j]);
+        }
     for (int32_t i = whole; i < width; i++)
         rest += (out[i] - mean) * (out[i] - mean);
-    const float factor = 1.0f / sqrtf((vf_sum(sums[0] + sums[1]) + rest) / (float)width + epsilon);
+    const float variance = (vf_sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest) / (float)width;
+    const float factor = 1.0f / sqrtf(variance + epsilon);
     const vf factors = vf_set(factor);
-    for (int32_t i = 0; i < whole; i += 8) {
-        vf value = (vf_load(out + i) - means) * factors;
-        vf_store(out + i, vf_fma(value, vf_load(weight + i), vf_load(bias + i)));
+    for (int32_t i = 0; i < whole; i += TE_GROUP) {
+        vf values[4];
+        for (int j = 0; j < 4; j++) {
+            const int32_t place = i + 8 * j;
+            values[j] = (vf_load(out + place) - means) * factors;
+            values[j] = vf_fma(values[j], vf_load(weight + place), vf_load(bias + place));
+            vf_store(out + place, values[j]);
+        }
+        if (groups)
+            quantize_group(values, groups + i / TE_GROUP);
     }
     for (int32_t i = whole; i < width; i++)
         out[i] = (out[i] - mean) * factor * weight[i] + bias[i];
-    if (groups)
-        quantize(out, width, groups);
+    if (groups && whole < width)
+        quantize(out + whole, width - whole, groups + whole / TE_GROUP);
 }
 
 static void activate(const float *x, int32_t width, int32_t activation, float *out, TeGroup *groups)
@@ -56,7 +66,8 @@ static void activate(const float *x, int32_t width, int32_t activation, float *o
             source = rest;
         }
         for (int j = 0; j < 4; j++)
-            values[j] = activated(vf_load(source + 8 * j), activation);
+            values[j] = vf_load(source + 8 * j);
+        activate_group(values, activation);
         if (out && count == TE_GROUP) {
             for (int j = 0; j < 4; j++)
                 vf_store(out + i + 8 * j, values[j]);

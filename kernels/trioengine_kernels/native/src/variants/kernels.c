@@ -11,6 +11,7 @@ extern const TeKernels TE_TABLE(TE_VARIANT);
 const TeKernels TE_TABLE(TE_VARIANT) = {
     .quantize = quantize,
     .linear = linear,
+    .rounded_linear = rounded_linear,
     .embedding = embedding,
     .rms_norm = rms_norm,
     .add = add,
