@@ -28,6 +28,8 @@ from trioengine.types.output import RequestOutput
 
 MAX_WAITING = 64
 """Responses that one connection may have waiting or running."""
+MAX_STREAM_ID_CHARS = 256
+"""Every event has it."""
 CLOSE_TIMEOUT_S = 5.0
 _NO_BINARY = 1003
 _GOING_AWAY = 1001
@@ -91,8 +93,9 @@ class ResponsesConnection:
 
     def _take(self, nursery: trio.Nursery, fields: dict[str, object]) -> None:
         stream_id = fields.pop("stream_id", None)
-        if stream_id is not None and not isinstance(stream_id, str):
-            raise RequestError("stream_id: expected a string.", param="stream_id")
+        if stream_id is not None and not (isinstance(stream_id, str) and len(stream_id) <= MAX_STREAM_ID_CHARS):
+            words = f"expected a string of at most {MAX_STREAM_ID_CHARS} characters"
+            raise RequestError(f"stream_id: {words}.", param="stream_id")
         match fields.pop("type", None):
             case "response.create":
                 self._add(nursery, stream_id, fields)
@@ -139,7 +142,9 @@ class ResponsesConnection:
     async def _answer(self, lane: _Lane, fields: dict[str, object]) -> None:
         context = self._context
         context.check_open()
-        generates = fields.pop("generate", True) is not False
+        generates = fields.pop("generate", None)
+        if generates is not None and not isinstance(generates, bool):
+            raise RequestError("generate: expected true or false.", param="generate")
         fields.pop("stream", None)
         body = attrs.evolve(response_request(fields), stream=True)
         if body.background:
@@ -148,7 +153,7 @@ class ResponsesConnection:
         planned = await plan_response(context, body, head, self._owner, self._recent)
         _check_goes_on(lane)
         kept = KeptEvents(context.responses, planned)
-        if not generates:
+        if generates is False:
             lane.kept = kept
             await self._send(lane, [*kept.begin(), *kept.complete_empty()])
             self._remember(planned)

@@ -123,6 +123,8 @@ async def test_what_is_no_event_is_an_error_and_the_connection_goes_on(autojump_
             {"type": 5},
             {"type": "session.update"},
             {"type": "response.create", "stream_id": 5},
+            {"type": "response.create", "stream_id": "x" * 257},
+            {"type": "response.create", "input": "Hi", "generate": "no"},
             {"type": "response.create"},
             {"type": "response.create", "input": "Hi", "temperature": "hot"},
         ]
@@ -134,6 +136,8 @@ async def test_what_is_no_event_is_an_error_and_the_connection_goes_on(autojump_
             "type",
             "type",
             "stream_id",
+            "stream_id",
+            "generate",
             "input",
             "temperature",
         ]

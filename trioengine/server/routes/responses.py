@@ -1,7 +1,6 @@
 """OpenAI's Responses API over HTTP: make a response, look at it, cancel it, forget it."""
 
 import hashlib
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -39,8 +38,6 @@ from trioengine.types.request import GenerateRequest
 Q = TypeVar("Q", bound=attrs.AttrsInstance)
 
 _MAX_LISTED_ITEMS = 100
-
-logger = logging.getLogger(__name__)
 
 
 @attrs.frozen
