@@ -175,6 +175,7 @@ class ChatCompletionRequest(RequestBody):
 
 _NEUTRAL: Neutral = {
     **NEUTRAL,
+    "add_special_tokens": (False,),
     "audio": (),
     "echo": (False,),
     "function_call": ("none", "auto"),

@@ -47,6 +47,8 @@ class CompletionRequest(RequestBody):
     """The prompt is a part of the text; with `logprobs` it has log probabilities too. `max_tokens` may be 0 then."""
     best_of: int | None = attrs.field(default=None, metadata={"schema": {"minimum": 1}})
     """The same as `n`, or left out: every answer that is made is told."""
+    add_special_tokens: bool = True
+    """Whether a text begins with what the model wants there, such as BOS."""
 
 
 _NEUTRAL: Neutral = {

@@ -23,9 +23,17 @@ def completion_to_generate(
         # A core that generates nothing computes the prompt for its log probabilities, which are then not told.
         wanted = 0 if sampling.logprobs is None and sampling.max_tokens == 0 else sampling.logprobs
         request = attrs.evolve(request, sampling=attrs.evolve(sampling, prompt_logprobs=wanted))
-    if len(request.prompt) == 1:
-        return (generate_request(request, request.prompt[0], request_id, sampling.max_tokens, lora),)
-    return tuple(
-        generate_request(request, prompt, f"{request_id}-{position}", sampling.max_tokens, lora)
-        for position, prompt in enumerate(request.prompt)
+    ids = [request_id]
+    if len(request.prompt) > 1:
+        ids = [f"{request_id}-{position}" for position in range(len(request.prompt))]
+    found = tuple(
+        generate_request(request, prompt, own_id, sampling.max_tokens, lora)
+        for prompt, own_id in zip(request.prompt, ids, strict=True)
+    )
+    return found if request.add_special_tokens else tuple(map(_without_special_tokens, found))
+
+
+def _without_special_tokens(request: GenerateRequest) -> GenerateRequest:
+    return attrs.evolve(
+        request, tokenization_kwargs={**(request.tokenization_kwargs or {}), "add_special_tokens": False}
     )

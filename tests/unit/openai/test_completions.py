@@ -207,3 +207,12 @@ def test_counts_so_far_are_those_of_all_prompts() -> None:
     newest = [output(0, "a", num_tokens=3), output(0, "b", num_tokens=1)]
     (chunk,) = parse_events(events.chunks(newest[1], newest))
     assert chunk["usage"]["completion_tokens"] == 4
+
+
+def test_a_text_may_go_without_special_tokens() -> None:
+    """vLLM's field; beside what cuts a prompt, and for each prompt."""
+    assert [request.tokenization_kwargs for request in translate(prompt=["a", "b"])] == [None, None]
+    without = {"add_special_tokens": False}
+    assert [request.tokenization_kwargs for request in translate(prompt=["a", "b"], **without)] == [without] * 2
+    (cut,) = translate(truncate_prompt_tokens=3, **without)
+    assert cut.tokenization_kwargs == {"truncate_prompt_tokens": 3, **without}

@@ -144,6 +144,7 @@ def test_the_number_of_answers_is_the_samplings(n: int) -> None:
         {"top_logprobs": 5},
         {"best_of": 2},
         {"echo": True},
+        {"add_special_tokens": True},
         {"modalities": ["text", "audio"]},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -162,6 +163,7 @@ def test_neutral_values_of_unsupported_fields_are_fine() -> None:
         "response_format": {"type": "text"},
         "logprobs": False,
         "echo": False,
+        "add_special_tokens": False,
         "best_of": 1,
         "modalities": ["text"],
     }
