@@ -15,6 +15,7 @@ import attrs
 import trio
 
 from trioengine.aio.portal import Portal, open_portal
+from trioengine.checkpoint.generation import GenerationDefaults
 from trioengine.client import engine as trio_engine
 from trioengine.client.link import OnProgress
 from trioengine.client.operations import EngineOperations
@@ -60,6 +61,11 @@ class Engine(EngineOperations):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.tokenizer
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's authors recommend. Nothing here applies it by itself."""
+        return self._engine.generation_defaults
 
     @property
     def input_processor(self) -> InputProcessor:

@@ -4,6 +4,7 @@ Both carry messages when they are called, and at no other time: no thread, no ta
 when an engine is opened.
 """
 
+import logging
 import math
 import time
 import traceback
@@ -43,6 +44,8 @@ HEALTH_INTERVAL_S = 1.0
 """How often cores in other processes are looked at, whatever they say."""
 
 _CLIENT = 0
+
+logger = logging.getLogger(__name__)
 
 
 class BlockingClient(Protocol):
@@ -179,6 +182,7 @@ class InprocClient:
 
     def _die(self, error: Exception) -> None:
         message = f"The engine core died: {type(error).__name__}: {error}"
+        logger.error("%s", message, exc_info=error)
         self._frontend.fail_all(EngineDeadError(message, cause=traceback.format_exc()))
 
 

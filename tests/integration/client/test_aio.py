@@ -14,6 +14,7 @@ import pytest
 
 import trioengine.aio
 from trioengine.aio.engine import Engine
+from trioengine.client.interface import EngineClient
 from trioengine.config.engine import EngineConfig
 from trioengine.errors import EngineClosedError, EngineDeadError, EngineStartError, RequestError, UnavailableError
 from trioengine.testing.fake_core import MODULE
@@ -72,6 +73,10 @@ def right_tokens(seed: int, num_tokens: int = 20) -> tuple[int, ...]:
 async def until_idle(engine: Engine) -> None:
     while (load := await engine.call(GetLoad())).running or load.waiting:  # noqa: ASYNC110 (nobody tells)
         await asyncio.sleep(0.005)
+
+
+def test_it_has_everything_that_the_engine_has() -> None:
+    assert {name for name in dir(EngineClient) if name[0] != "_"} <= set(dir(Engine))
 
 
 def test_many_requests_run_at_once_and_operations_work(model: str) -> None:
@@ -243,7 +248,7 @@ def test_an_engine_that_cannot_start_says_so(model: str) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.4])
+@pytest.mark.parametrize("delay_s", [0.001, 0.05, 0.4])
 def test_cancelling_while_it_opens_leaves_nothing(model: str, delay_s: float) -> None:
     """No process and no thread; the fixture looks."""
 

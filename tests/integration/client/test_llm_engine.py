@@ -317,7 +317,10 @@ def test_a_dying_cores_last_words_are_its_error(model: str) -> None:
         assert "Traceback" in caught.value.cause
 
 
-def test_a_core_in_this_process_that_fails_is_dead(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_in_this_process_that_fails_is_dead(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it died of is in the error and in the log."""
     monkeypatch.setattr("trioengine.runtime.build.build_engine_core", build_fake_core_here)
     with LLMEngine(EngineConfig(model=model)) as engine:
         executor = engine.model_executor
@@ -331,6 +334,7 @@ def test_a_core_in_this_process_that_fails_is_dead(model: str, monkeypatch: pyte
         with pytest.raises(EngineDeadError, match="out of paper") as caught:
             run(engine)
         assert "Traceback" in (caught.value.cause or "")
+        assert "Traceback" in caplog.text
         with pytest.raises(EngineDeadError, match="out of paper"):
             engine.add_request("later", "abc", ENDLESS)
 
