@@ -5,17 +5,14 @@ open. Whoever joins the deltas of the events has the items of the response; a wh
 """
 
 import enum
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import TypeAlias
 
 import attrs
 
-from trioengine.errors import RequestError, UnavailableError
 from trioengine.openai.chat_answer import AnswerEvent, AnswerReader, CallDelta, ChatForm, ReasoningDelta
 from trioengine.openai.chat_stream import logprob_fields
-from trioengine.openai.errors import error_fields
 from trioengine.openai.responses.items import (
     FunctionCallItem,
     Item,
@@ -29,19 +26,13 @@ from trioengine.openai.responses.items import (
     output_text_fields,
 )
 from trioengine.openai.responses.pieces import Piece, TokenPieces
-from trioengine.openai.responses.protocol import (
-    AllowedTools,
-    FunctionChoice,
-    FunctionTool,
-    ResponseRequest,
-    TextFormat,
-)
-from trioengine.openai.sse import dumps
+from trioengine.openai.responses.protocol import ResponseRequest
+from trioengine.openai.responses.response_fields import failure_fields, request_fields
+from trioengine.openai.sse import ReplyHead, dumps
 from trioengine.openai.tool_parsers.base import TextDelta
 from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
 from trioengine.types.params import SamplingParams
 
-_SERVICE_TIER = "default"
 _TEXT_DELTA = b"response.output_text.delta"
 
 
@@ -73,11 +64,6 @@ class Event:
     def sse(self) -> bytes:
         """As a server-sent event."""
         return b"event: %b\ndata: %b\n\n" % (self.type, self.data)
-
-
-def new_response_id() -> str:
-    """An id that nobody guesses."""
-    return "resp_" + secrets.token_hex(24)
 
 
 @attrs.define
@@ -125,36 +111,30 @@ class ResponseEvents:
 
     def __init__(
         self,
-        response_id: str,
-        created_s: int,
-        model: str,
+        head: ReplyHead,
         request: ResponseRequest,
         form: ChatForm,
         sampling: SamplingParams,
         *,
-        is_stored: bool = True,
         clock: Callable[[], float],
     ) -> None:
         """Start before the answer.
 
         Args:
-            response_id: the reply's.
-            created_s: Unix time.
-            model: that answers.
+            head: the response's identity.
             request: as it came.
             form: how the answer is read.
             sampling: as the engine got it, with the defaults of the model's authors.
-            is_stored: whether it can be retrieved.
             clock: Unix time, for the end.
         """
-        self.id = response_id
+        self.id = head.id
         self.status = ResponseStatus.QUEUED if request.background else ResponseStatus.IN_PROGRESS
         self.items: list[Item] = []
         """Of the answer, those that are done."""
         self._form = form
         self._clock = clock
         self._is_summary = request.reasoning.effective_summary is not None
-        self._fields = _fields_of(request, sampling, response_id, created_s, model, is_stored=is_stored)
+        self._fields = request_fields(head, request, sampling)
         self._output: list[Mapping[str, object]] = []
         self._open: _Open | None = None
         self._reader: AnswerReader | None = None
@@ -239,7 +219,7 @@ class ResponseEvents:
         """The events of an error that ends the response; none where it has ended."""
         if self.status.is_final:
             return ()
-        self._error = _error_fields(error)
+        self._error = failure_fields(error)
         self._end(ResponseStatus.FAILED, b"response.failed")
         return self._take()
 
@@ -456,102 +436,3 @@ def _reasoning_item(reasoning: _OpenReasoning, status: ItemStatus) -> ReasoningI
 
 def _call_item(call: _OpenCall, status: ItemStatus) -> FunctionCallItem:
     return FunctionCallItem(call_id=call.call_id, name=call.name, arguments=call.arguments, id=call.id, status=status)
-
-
-def _fields_of(
-    request: ResponseRequest,
-    sampling: SamplingParams,
-    response_id: str,
-    created_s: int,
-    model: str,
-    *,
-    is_stored: bool,
-) -> Mapping[str, object]:
-    """What a response tells of its request."""
-    reasoning = request.reasoning
-    summary = reasoning.effective_summary
-    names = {
-        "prompt_cache_key": request.prompt_cache_key,
-        "safety_identifier": request.safety_identifier,
-        "user": request.user,
-    }
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": created_s,
-        "status": None,
-        "background": request.background,
-        "completed_at": None,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
-        "model": model,
-        "output": [],
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_retention": request.prompt_cache_retention,
-        "reasoning": {"effort": reasoning.effort, "summary": None if summary is None else summary.value},
-        "service_tier": _SERVICE_TIER,
-        "store": is_stored,
-        "temperature": sampling.temperature,
-        "text": {
-            "format": _format_fields(request.text.format),
-            "verbosity": "medium" if request.text.verbosity is None else request.text.verbosity.value,
-        },
-        "tool_choice": _choice_fields(request),
-        "tools": [_tool_fields(tool) for tool in request.tools],
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": sampling.top_p,
-        "truncation": request.truncation.value,
-        "metadata": dict(request.metadata),
-        **{name: value for name, value in names.items() if value is not None},
-    }
-
-
-def _format_fields(text_format: TextFormat) -> Mapping[str, object]:
-    fields: dict[str, object] = {
-        "type": text_format.type.value,
-        "name": text_format.name,
-        "schema": text_format.schema,
-        "description": text_format.description,
-        "strict": text_format.strict,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _tool_fields(tool: FunctionTool) -> Mapping[str, object]:
-    return {
-        "type": tool.type.value,
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-
-
-def _choice_fields(request: ResponseRequest) -> object:
-    match request.tool_choice:
-        case None:
-            return "auto"
-        case FunctionChoice(name):
-            return {"type": "function", "name": name}
-        case AllowedTools(is_required, names):
-            tools = [{"type": "function", "name": name} for name in names]
-            return {"type": "allowed_tools", "mode": "required" if is_required else "auto", "tools": tools}
-        case choice:
-            return choice.value
-
-
-def _error_fields(error: Exception) -> Mapping[str, object]:
-    """Why a response failed, in OpenAI's codes, of which there are few."""
-    match error:
-        case RequestError():
-            code = "invalid_prompt"
-        case UnavailableError():
-            code = "rate_limit_exceeded"
-        case _:
-            code = "server_error"
-    fields = error_fields(error)
-    return {"code": code, "message": fields["message"], "param": fields["param"], "type": fields["type"]}

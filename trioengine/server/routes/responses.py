@@ -13,7 +13,7 @@ from quart.wrappers.response import ResponseBody
 
 from trioengine.errors import RequestError
 from trioengine.openai.admin_protocol import parse_query
-from trioengine.openai.responses.events import Event, ResponseEvents, new_response_id
+from trioengine.openai.responses.events import Event, ResponseEvents
 from trioengine.openai.responses.items import Item, ItemReference, item_fields
 from trioengine.openai.responses.protocol import (
     InputItemsQuery,
@@ -23,9 +23,10 @@ from trioengine.openai.responses.protocol import (
     parse_response_request,
 )
 from trioengine.openai.responses.reply_schema import InputTokens
+from trioengine.openai.responses.response_fields import new_response_id
 from trioengine.openai.responses.store import StoredResponse
 from trioengine.openai.responses.translate import ResponsePlan, response_to_generate
-from trioengine.openai.sse import CONTENT_TYPE, PING, dumps
+from trioengine.openai.sse import CONTENT_TYPE, PING, ReplyHead, dumps
 from trioengine.server.replies import json_response
 from trioengine.server.responses import BackgroundResponse, Responses
 from trioengine.server.routes.context import RequestHead, ServerContext, json_reply, request_head
@@ -161,16 +162,8 @@ async def plan_response(
         context.responses.check_background()
     lora, plan = await _plan(context, body, head.id, owner, recent)
     context.engine.check_admission(1)
-    state = ResponseEvents(
-        new_response_id(),
-        int(time.time()),
-        lora or context.engine.model_name,
-        body,
-        plan.form,
-        plan.generate_request.sampling,
-        is_stored=body.store,
-        clock=time.time,
-    )
+    reply_head = ReplyHead(new_response_id(), int(time.time()), lora or context.engine.model_name)
+    state = ResponseEvents(reply_head, body, plan.form, plan.generate_request.sampling, clock=time.time)
     return PlannedResponse(body, plan, state, head.apply(plan.generate_request, lora), owner)
 
 

@@ -19,6 +19,7 @@ from trioengine.openai.chat_settings import ChatSettings
 from trioengine.openai.responses.events import Event, ResponseEvents, ResponseStatus
 from trioengine.openai.responses.protocol import parse_response_request
 from trioengine.openai.responses.translate import response_to_generate
+from trioengine.openai.sse import ReplyHead
 from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.output import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
 
@@ -36,7 +37,8 @@ def make_state(reasons: bool = False, **fields: object) -> ResponseEvents:
     )
     request = parse_response_request(json.dumps({"input": "Hi", **fields}).encode())
     plan = response_to_generate(request, "id", settings)
-    return ResponseEvents("resp_1", 5, "m", request, plan.form, plan.generate_request.sampling, clock=lambda: 7.0)
+    sampling = plan.generate_request.sampling
+    return ResponseEvents(ReplyHead("resp_1", 5, "m"), request, plan.form, sampling, clock=lambda: 7.0)
 
 
 def logprobs_of(token_id: int) -> PositionLogprobs:

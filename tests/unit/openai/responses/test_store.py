@@ -14,6 +14,7 @@ from trioengine.openai.responses.events import Event, ResponseEvents
 from trioengine.openai.responses.protocol import parse_response_request
 from trioengine.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
 from trioengine.openai.responses.translate import response_to_generate
+from trioengine.openai.sse import ReplyHead
 from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
 
@@ -28,7 +29,7 @@ def make_response(
     request = parse_response_request(json.dumps(body).encode())
     plan = response_to_generate(request, "id", SETTINGS)
     sampling = plan.generate_request.sampling
-    state = ResponseEvents(response_id, 5, "m", request, plan.form, sampling, clock=lambda: 7.0)
+    state = ResponseEvents(ReplyHead(response_id, 5, "m"), request, plan.form, sampling, clock=lambda: 7.0)
     if text is not None:
         finish(state, text)
     return StoredResponse(state, owner, plan.conversation, is_background=is_logged, log=[] if is_logged else None)
