@@ -32,6 +32,11 @@ def test_front_end_processes_load_no_torch(module: str) -> None:
     assert modules_after(f"import {module}").isdisjoint({"torch", "transformers", "trioengine_kernels"})
 
 
+def test_a_stream_endpoint_of_ones_own_needs_no_web_framework() -> None:
+    loaded = modules_after("import trioengine.server.ws_endpoint, trioengine.client.remote")
+    assert loaded.isdisjoint({"quart", "quart_trio", "hypercorn"})
+
+
 @pytest.mark.parametrize("package", ["core", "frontend", "openai", "types", "config"])
 def test_packages_without_io_load_no_io(package: str) -> None:
     statement = (

@@ -8,12 +8,15 @@ could make its own name point there (DNS rebinding).
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
-from hypercorn.typing import HTTPScope, WebsocketScope
 
 from trioengine.config.server import ServerConfig
 from trioengine.errors import AuthenticationError, ForbiddenError, RequestError
+
+if TYPE_CHECKING:
+    from hypercorn.typing import HTTPScope, WebsocketScope
 
 PREFLIGHT_MAX_AGE_S = 600
 EXPOSED_HEADERS = b"x-request-id, retry-after, x-trioengine-warning"
@@ -92,7 +95,7 @@ class AccessRules:
         """Whether there are keys at all."""
         return bool(self._key_digests)
 
-    def check_caller(self, scope: HTTPScope | WebsocketScope, caller: Caller) -> RequestError | None:
+    def check_caller(self, scope: "HTTPScope | WebsocketScope", caller: Caller) -> RequestError | None:
         """What is wrong with where the request comes from, whatever its key is."""
         if self._checks_host and caller.host is not None and not self._is_ours(caller.host):
             return ForbiddenError("This server does not go by the name in the Host header (see --allowed-hosts).")
@@ -101,7 +104,7 @@ class AccessRules:
             return ForbiddenError("Web pages of this origin may not use this server (see --allowed-origins).")
         return None
 
-    def check_key(self, scope: HTTPScope, path: str, caller: Caller) -> RequestError | None:
+    def check_key(self, scope: "HTTPScope", path: str, caller: Caller) -> RequestError | None:
         """What is wrong with the request's key, if it needs one. `path` is the one below the root path."""
         if not self._key_digests or self.is_key(caller.authorization):
             return None
@@ -120,7 +123,7 @@ class AccessRules:
             is_known |= hmac.compare_digest(digest, known)
         return is_known and scheme.lower() == b"bearer"
 
-    def is_preflight(self, scope: HTTPScope, caller: Caller) -> bool:
+    def is_preflight(self, scope: "HTTPScope", caller: Caller) -> bool:
         """Whether a browser asks what a page may do, which carries no key and is answered here."""
         return scope["method"] == "OPTIONS" and caller.origin is not None and caller.asked_method is not None
 

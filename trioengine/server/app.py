@@ -6,9 +6,9 @@ from quart_trio import QuartTrio
 from trioengine.client.interface import EngineClient
 from trioengine.config.server import ServerConfig
 from trioengine.server.blueprint import handle_error, openai_blueprint
+from trioengine.server.context import MetricsSource
 from trioengine.server.page import page_blueprint
 from trioengine.server.responses import Responses
-from trioengine.server.routes.context import MetricsSource
 
 
 def create_app(

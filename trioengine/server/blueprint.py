@@ -18,15 +18,10 @@ from trioengine.client.interface import EngineClient
 from trioengine.config.server import ServerConfig
 from trioengine.observability.prometheus import PrometheusStatLogger
 from trioengine.openai.openapi import Operation, openapi_document
+from trioengine.server.context import MetricsSource, ServerContext
 from trioengine.server.replies import error_response, json_response
 from trioengine.server.responses import Responses
-from trioengine.server.routes.context import (
-    REQUEST_ID_HEADER,
-    MetricsSource,
-    ServerContext,
-    http_request_id,
-    request_id_of_gate,
-)
+from trioengine.server.routes.request import REQUEST_ID_HEADER, http_request_id, request_id_of_gate
 from trioengine.server.routes.table import ROUTES, Route
 from trioengine.server.websocket_routes import WebSocketRoutes, websocket_handlers
 

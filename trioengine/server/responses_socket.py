@@ -20,8 +20,8 @@ from trioengine.openai.responses.events import Event
 from trioengine.openai.responses.items import Item
 from trioengine.openai.responses.protocol import response_request
 from trioengine.openai.sse import dumps
+from trioengine.server.context import LONG_BODY_BYTES, RequestHead, ServerContext
 from trioengine.server.failures import log_failure
-from trioengine.server.routes.context import LONG_BODY_BYTES, RequestHead, ServerContext
 from trioengine.server.routes.responses import KeptEvents, PlannedResponse, plan_response
 from trioengine.server.stream_connection import MessageTransport
 from trioengine.types.output import RequestOutput

@@ -25,10 +25,10 @@ from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import EventStream, ReplyHead
 from trioengine.openai.stream_protocol import FinishReasons, StartRequest, event_data
 from trioengine.openai.translate import unknown_fields_warning, with_generation_defaults
+from trioengine.server.completion_form import completion_form
+from trioengine.server.context import LONG_BODY_BYTES, ServerContext
 from trioengine.server.open_requests import OpenRequest
-from trioengine.server.routes.context import LONG_BODY_BYTES, ServerContext
-from trioengine.server.routes.generate import completion_form
-from trioengine.server.stream_body import RequestBatch
+from trioengine.server.request_batch import RequestBatch
 from trioengine.server.stream_connection import LiveRequest
 from trioengine.types.messages import (
     Call,
@@ -52,7 +52,7 @@ from trioengine.types.native_json import (
 from trioengine.types.output import RequestOutput
 from trioengine.types.pooling import EncodeRequest
 from trioengine.types.request import ChatPrompt, GenerateRequest
-from trioengine.types.stream_messages import STREAM_PATH, Endpoint
+from trioengine.types.stream_messages import STREAM_PATH, Endpoint, StreamLimits
 
 T = TypeVar("T")
 
@@ -382,3 +382,10 @@ async def _each(readers: Sequence[Callable[[], Awaitable[None]]]) -> None:
             nursery.start_soon(run, reader, nursery.cancel_scope)
     if errors:
         raise errors[0]
+
+
+def stream_limits(context: ServerContext) -> StreamLimits:
+    """What each connection to this server may take."""
+    return StreamLimits(
+        max_message_bytes=context.config.max_body_bytes, max_model_len=context.engine.model_config.max_model_len
+    )

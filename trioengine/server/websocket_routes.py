@@ -16,13 +16,13 @@ from hypercorn.typing import (
     WebsocketScope,
 )
 
+from trioengine.server.context import ServerContext
 from trioengine.server.responses_socket import RESPONSES_PATH, ResponsesConnection
-from trioengine.server.routes.context import ServerContext
 from trioengine.server.routes.responses import owner_of
 from trioengine.server.stream_connection import StreamConnection
-from trioengine.server.stream_requests import StreamRequests
+from trioengine.server.stream_requests import StreamRequests, stream_limits
 from trioengine.server.websocket import TEXTS_EXTENSION
-from trioengine.types.stream_messages import STREAM_PATH, StreamLimits
+from trioengine.types.stream_messages import STREAM_PATH
 
 WebSocketHandler = Callable[["AsgiWebSocket", WebsocketScope], Awaitable[None]]
 """Serves one WebSocket, which it accepts, to its end."""
@@ -121,10 +121,3 @@ def responses_handler(context: ServerContext) -> WebSocketHandler:
         await ResponsesConnection(context, websocket, owner).run()
 
     return handle
-
-
-def stream_limits(context: ServerContext) -> StreamLimits:
-    """What each connection to this server may take."""
-    return StreamLimits(
-        max_message_bytes=context.config.max_body_bytes, max_model_len=context.engine.model_config.max_model_len
-    )

@@ -11,11 +11,10 @@ import functools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import trio
 import trio_websocket
-from hypercorn.typing import WebsocketScope
 
 from trioengine.client.interface import EngineClient
 from trioengine.config.server import ServerConfig
@@ -23,17 +22,19 @@ from trioengine.errors import AuthenticationError, NotFoundError, RequestError
 from trioengine.openai.errors import error_reply
 from trioengine.openai.stream_protocol import CloseCode
 from trioengine.server.access import AccessRules, caller_of
+from trioengine.server.context import ServerContext
 from trioengine.server.listeners import bind_listeners, close_listeners, is_loopback
-from trioengine.server.routes.context import ServerContext
 from trioengine.server.stream_connection import StreamConnection
-from trioengine.server.stream_requests import StreamRequests
+from trioengine.server.stream_requests import StreamRequests, stream_limits
 from trioengine.server.tls import load_tls
-from trioengine.server.websocket import PING_INTERVAL_S
-from trioengine.server.websocket_routes import stream_limits
 from trioengine.types.stream_messages import STREAM_PATH
 
+if TYPE_CHECKING:
+    from hypercorn.typing import WebsocketScope
+
+PING_INTERVAL_S = 20.0
 _BACKLOG = 1024
-_SCOPE = cast(WebsocketScope, {"type": "websocket"})
+_SCOPE = cast("WebsocketScope", {"type": "websocket"})
 
 logger = logging.getLogger(__name__)
 

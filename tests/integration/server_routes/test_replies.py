@@ -11,8 +11,8 @@ from trioengine.config.server import ServerConfig
 from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
 from trioengine.openai.sse import CONTENT_TYPE
 from trioengine.server.app import create_app
+from trioengine.server.context import LONG_BODY_BYTES
 from trioengine.server.routes import generate
-from trioengine.server.routes.context import LONG_BODY_BYTES
 from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
 from trioengine.types.messages import CoreLoad
 from trioengine.types.output import FinishReason

@@ -9,8 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from trioengine.server.context import ServerContext
 from trioengine.server.responses_socket import ResponsesConnection
-from trioengine.server.routes.context import ServerContext
 from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_engine
 from trioengine.types.messages import AbortRequests

@@ -26,9 +26,10 @@ from trioengine.openai.admin_protocol import (
     parse_query,
 )
 from trioengine.openai.models import parse_load_lora_request, parse_unload_lora_request
+from trioengine.server.context import ServerContext
 from trioengine.server.open_requests import OpenRequestInfo
 from trioengine.server.replies import json_response
-from trioengine.server.routes.context import ServerContext, json_reply
+from trioengine.server.routes.request import json_reply, read_body
 from trioengine.server.task_tree import TaskTree, render_tree, task_tree
 
 Q = TypeVar("Q", bound=attrs.AttrsInstance)
@@ -45,7 +46,7 @@ class DebugReply:
 
 async def load_lora_adapter(context: ServerContext) -> Response:
     """Let requests name a LoRA adapter of the engine's machine."""
-    body = await context.read_body(parse_load_lora_request)
+    body = await read_body(parse_load_lora_request)
     context.check_unknown(body)
     engine = context.engine
     if body.lora_name in (engine.model_name, *context.config.model_alias):
@@ -60,7 +61,7 @@ async def load_lora_adapter(context: ServerContext) -> Response:
 
 async def unload_lora_adapter(context: ServerContext) -> Response:
     """Refuse further requests of a LoRA adapter."""
-    body = await context.read_body(parse_unload_lora_request)
+    body = await read_body(parse_unload_lora_request)
     context.check_unknown(body)
     await context.refresh_loras()
     if body.lora_name not in context.loras:
@@ -115,7 +116,7 @@ async def reset_prefix_cache(context: ServerContext) -> Response:
 
 async def collective_rpc(context: ServerContext) -> Response:
     """Run a method of every worker that is marked for it."""
-    body = await context.read_body(parse_collective_rpc_request)
+    body = await read_body(parse_collective_rpc_request)
     context.check_unknown(body)
     kwargs = cast("Mapping[str, JsonValue]", body.kwargs)
     results = await context.run_to_end(

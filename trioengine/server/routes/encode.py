@@ -34,9 +34,10 @@ from trioengine.openai.encode_reply import (
     score_parts,
 )
 from trioengine.openai.errors import at_path
+from trioengine.server.context import ServerContext
 from trioengine.server.open_requests import OpenRequest
 from trioengine.server.replies import json_response
-from trioengine.server.routes.context import ServerContext, request_head
+from trioengine.server.routes.request import read_body, request_head
 from trioengine.types.pooling import (
     EncodePrompt,
     EncodeRequest,
@@ -221,7 +222,7 @@ async def _open_batch(context: ServerContext, body_class: type[B], id_prefix: st
     """Read the body, and check all of it that needs no engine."""
     context.check_open()
     reply_id = request_head(id_prefix).id
-    body = await context.read_body(lambda data: parse_encode_body(data, body_class))
+    body = await read_body(lambda data: parse_encode_body(data, body_class))
     lora = await context.check_body(body)
     head = EncodeHead(reply_id, int(time.time()), lora or context.engine.model_name)
     return _Batch(context, body, head, lora)

@@ -12,18 +12,21 @@ from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_re
 from trioengine.openai.chat_stream import chat_events, chat_reply
 from trioengine.openai.chat_translate import ChatPlan, chat_to_generate
 from trioengine.openai.completion_protocol import CompletionRequest, parse_completion_request
-from trioengine.openai.completion_stream import CompletionEvents, CompletionForm, completion_reply
+from trioengine.openai.completion_stream import CompletionEvents, completion_reply
 from trioengine.openai.completion_translate import completion_to_generate
 from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import CONTENT_TYPE, ReplyHead
 from trioengine.openai.translate import with_generation_defaults
+from trioengine.server.completion_form import completion_form
+from trioengine.server.context import RequestHead, ServerContext
 from trioengine.server.open_requests import OpenRequest
 from trioengine.server.replies import json_response
-from trioengine.server.routes.context import RequestHead, ServerContext, request_head
-from trioengine.server.stream_body import BatchBody, Events, RequestBatch, StreamBody, enter_request
+from trioengine.server.request_batch import RequestBatch
+from trioengine.server.routes.request import read_body, request_head
+from trioengine.server.stream_body import BatchBody, Events, StreamBody, enter_request
 from trioengine.types.output import RequestOutput
-from trioengine.types.request import GenerateRequest, TextPrompt, TokensPrompt
+from trioengine.types.request import GenerateRequest
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies hand each event on as it comes."""
@@ -38,7 +41,7 @@ async def chat_completions(context: ServerContext) -> Response:
         body = parse_chat_request(data)
         return body, chat_to_generate(body, head.id, context.chat)
 
-    body, plan = await context.read_body(read)
+    body, plan = await read_body(read)
     lora = await context.check_body(body)
     reply_head = _reply_head(context, head, lora)
     context.engine.check_admission(body.sampling.n)
@@ -61,10 +64,15 @@ async def completions(context: ServerContext) -> Response:
         body = with_generation_defaults(parse_completion_request(data), context.chat.generation_defaults)
         return body, completion_to_generate(body, head.id)
 
-    body, generate_requests = await context.read_body(read)
+    body, generate_requests = await read_body(read)
     lora = await context.check_body(body)
     reply_head = _reply_head(context, head, lora)
-    context.engine.check_admission(body.sampling.n * len(generate_requests))
+    num_requests = body.sampling.n * len(generate_requests)
+    limit = context.engine.config.max_num_queued_reqs
+    if len(generate_requests) > 1 and limit is not None and num_requests > limit:
+        # All have to be let in at once, so that it would never fit, whenever it comes again.
+        raise RequestError(f"These are {num_requests} answers at once; the limit is {limit}.", param="prompt")
+    context.engine.check_admission(num_requests)
     generate_requests = [head.apply(generate_request, lora) for generate_request in generate_requests]
     form = completion_form(context, body)
     num_prompts = len(generate_requests)
@@ -183,25 +191,3 @@ def _open(context: ServerContext, request_id: str) -> OpenRequest:
 
 def _reply_head(context: ServerContext, head: RequestHead, lora: str | None) -> ReplyHead:
     return ReplyHead(head.id, int(time.time()), lora or context.engine.model_name)
-
-
-def completion_form(context: ServerContext, body: CompletionRequest) -> CompletionForm:
-    """What the reply to this request tells besides its text."""
-    sampling = body.sampling
-    echoes = (
-        [_prompt_text(context, prompt, sampling.skip_special_tokens) for prompt in body.prompt] if body.echo else ()
-    )
-    return CompletionForm(
-        n=sampling.n,
-        include_usage=bool(body.stream_options.include_usage),
-        continuous_usage=bool(body.stream_options.continuous_usage_stats),
-        logprobs=sampling.logprobs,
-        echoes=echoes,
-        token_bytes=context.engine.tokenizer.token_bytes if body.echo else None,
-    )
-
-
-def _prompt_text(context: ServerContext, prompt: TextPrompt | TokensPrompt, skip_special_tokens: bool) -> str:
-    if isinstance(prompt, TextPrompt):
-        return prompt.text
-    return context.engine.renderer.detokenize(prompt.token_ids, skip_special_tokens=skip_special_tokens)

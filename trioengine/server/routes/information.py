@@ -6,7 +6,8 @@ from trioengine import __version__
 from trioengine.errors import ModelNotFoundError
 from trioengine.openai.admin_protocol import StatusReply, VersionReply
 from trioengine.openai.models import ModelList, model_cards
-from trioengine.server.routes.context import ServerContext, json_reply
+from trioengine.server.context import ServerContext
+from trioengine.server.routes.request import json_reply
 from trioengine.types.messages import GetLoad
 
 

@@ -27,10 +27,11 @@ from trioengine.openai.responses.response_fields import new_response_id
 from trioengine.openai.responses.store import StoredResponse
 from trioengine.openai.responses.translate import ResponsePlan, response_to_generate
 from trioengine.openai.sse import CONTENT_TYPE, PING, ReplyHead, dumps
+from trioengine.server.context import RequestHead, ServerContext
 from trioengine.server.replies import json_response
 from trioengine.server.responses import BackgroundResponse, Responses
-from trioengine.server.routes.context import RequestHead, ServerContext, json_reply, request_head
 from trioengine.server.routes.generate import STREAM_HEADERS, stream_one, whole_one
+from trioengine.server.routes.request import json_reply, read_body, request_head
 from trioengine.server.routes.tokens import LONG_PROMPT_CHARS
 from trioengine.server.stream_body import PING_INTERVAL_S
 from trioengine.types.output import RequestOutput
@@ -119,7 +120,7 @@ async def create_response(context: ServerContext) -> Response:
     """Answer a conversation, whole, as a stream of events or in the background."""
     context.check_open()
     head = request_head("resp_")
-    body = await context.read_body(parse_response_request)
+    body = await read_body(parse_response_request)
     planned = await plan_response(context, body, head, owner_of(context, request.headers.get("Authorization")))
     if body.background:
         return await _in_background(context, planned)
@@ -188,7 +189,7 @@ async def _plan(
 
 async def count_input_tokens(context: ServerContext) -> Response:
     """How many tokens a response would be given, without making it."""
-    body, num_bytes = await context.read_body(lambda data: (parse_response_request(data), len(data)))
+    body, num_bytes = await read_body(lambda data: (parse_response_request(data), len(data)))
     owner = owner_of(context, request.headers.get("Authorization"))
     _, plan = await _plan(context, body, "", owner)
     generate_request = plan.generate_request

@@ -12,7 +12,8 @@ from trioengine.openai.tokenize_protocol import (
     parse_detokenize_request,
     parse_tokenize_request,
 )
-from trioengine.server.routes.context import LONG_BODY_BYTES, ServerContext, json_reply
+from trioengine.server.context import LONG_BODY_BYTES, ServerContext
+from trioengine.server.routes.request import json_reply, read_body
 
 LONG_PROMPT_CHARS = LONG_BODY_BYTES // 16
 """Longer ones take over 5 ms to tokenize."""
@@ -20,7 +21,7 @@ LONG_PROMPT_CHARS = LONG_BODY_BYTES // 16
 
 async def tokenize(context: ServerContext) -> Response:
     """The token ids of a text or of a conversation, as the model would read them."""
-    body = await context.read_body(lambda data: (parse_tokenize_request(data), len(data)))
+    body = await read_body(lambda data: (parse_tokenize_request(data), len(data)))
     request, num_bytes = body
     await context.check_body(request)
 
@@ -35,7 +36,7 @@ async def tokenize(context: ServerContext) -> Response:
 
 async def detokenize(context: ServerContext) -> Response:
     """The text of token ids."""
-    request = await context.read_body(parse_detokenize_request)
+    request = await read_body(parse_detokenize_request)
     await context.check_body(request)
     text = context.engine.renderer.detokenize(request.tokens)
     response = json_reply(DetokenizeReply(text))

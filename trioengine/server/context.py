@@ -1,21 +1,17 @@
-"""What every route needs: the engine, the server's own state, and how a body becomes a request."""
+"""What every request needs, over HTTP or a WebSocket: the engine, and the server's own state. Knows no Quart."""
 
-import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar, cast
-from uuid import uuid4
 
 import attrs
 import trio
-from quart import Response, g, request
 
 from trioengine.client.interface import EngineClient
 from trioengine.config.server import GenerationConfig, ServerConfig
 from trioengine.errors import (
     DeadlineExceededError,
     EngineClosedError,
-    MediaTypeError,
     RequestError,
     TrioEngineError,
     UnavailableError,
@@ -29,9 +25,7 @@ from trioengine.openai.translate import (
     check_unknown_fields,
     unknown_fields_warning,
 )
-from trioengine.server.gate import MAX_REQUEST_ID_BYTES, REQUEST_ID
 from trioengine.server.open_requests import OpenRequests
-from trioengine.server.replies import json_response
 from trioengine.server.responses import Responses
 from trioengine.types.messages import LoRAInfo
 from trioengine.types.request import GenerateRequest
@@ -41,11 +35,7 @@ T = TypeVar("T")
 LONG_BODY_BYTES = 256 * 1024
 """Longer bodies take over 5 ms to parse, which an event loop should not wait for."""
 WARNING_HEADER = "X-TrioEngine-Warning"
-REQUEST_ID_HEADER = "X-Request-Id"
 _DRAIN_RETRY_S = 5.0
-_TRACE_HEADERS = ("traceparent", "tracestate")
-_REQUEST_HEADERS = frozenset({b"x-data-parallel-rank", b"x-session-id", b"traceparent", b"tracestate"})
-_MAX_TRACE_CHARS = 1024
 
 
 @attrs.frozen
@@ -110,23 +100,6 @@ class ServerContext:
         """
         if self.shutdown is not None and self.shutdown.is_set():
             raise UnavailableError("The server is shutting down.", retry_after_s=_DRAIN_RETRY_S)
-
-    async def read_body(self, read: Callable[[bytes], T]) -> T:
-        """What `read` makes of the request's body; of a long one in a thread.
-
-        Raises:
-            RequestError: the body is not declared as JSON, or is compressed, or as `read` raises.
-        """
-        # Also keeps web pages out: a browser asks before it sends this type to a foreign server.
-        if request.mimetype != "application/json":
-            raise MediaTypeError("The Content-Type of the request must be application/json.")
-        for name, value in request.scope["headers"]:
-            if name == b"content-encoding" and value.lower() != b"identity":
-                raise MediaTypeError("The body of the request must not be compressed (Content-Encoding).")
-        data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
-        if len(data) < LONG_BODY_BYTES:
-            return read(data)
-        return await trio.to_thread.run_sync(read, data, abandon_on_cancel=True)
 
     async def check_body(self, body: ModelBody) -> str | None:
         """The LoRA adapter that a body asks for, or None, once its model is known to be served.
@@ -219,62 +192,3 @@ def _chat_settings(context: ServerContext) -> ChatSettings:
         server_template=None if template is None else read_chat_template(template),
         generation_defaults=context.engine.generation_defaults if takes_defaults else None,
     )
-
-
-def request_head(id_prefix: str) -> RequestHead:
-    """What the headers of the current request say.
-
-    Raises:
-        RequestError: one of them cannot be used.
-    """
-    # As the server gives them: `request.headers` would walk them for each name.
-    found = {name: value for name, value in request.scope["headers"] if name in _REQUEST_HEADERS}
-    headers = {name.decode(): value.decode("latin-1") for name, value in found.items()}
-    rank = headers.get("x-data-parallel-rank")
-    if rank is not None and not (rank.isascii() and rank.isdigit() and len(rank) < 10):
-        raise RequestError("X-data-parallel-rank must be the number of a rank.", param="X-data-parallel-rank")
-    session_id = headers.get("x-session-id")
-    if session_id is not None and not is_token(session_id):
-        raise RequestError(
-            f"X-Session-Id must be 1 to {MAX_REQUEST_ID_BYTES} printable ASCII characters without spaces.",
-            param="X-Session-Id",
-        )
-    traces = {
-        name: headers[name] for name in _TRACE_HEADERS if name in headers and len(headers[name]) < _MAX_TRACE_CHARS
-    }
-    return RequestHead(
-        id=id_prefix + http_request_id(),
-        session_id=session_id,
-        data_parallel_rank=None if rank is None else int(rank),
-        trace_headers=traces or None,
-    )
-
-
-def http_request_id() -> str:
-    """The current request's id: the client's own where it can be used."""
-    scope_id = request_id_of_gate()
-    if scope_id is not None:
-        return scope_id
-    drawn = cast("str | None", g.get(REQUEST_ID))
-    if drawn is None:
-        given = request.headers.get(REQUEST_ID_HEADER)
-        drawn = given if given is not None and is_token(given) else uuid4().hex
-        setattr(g, REQUEST_ID, drawn)
-    return drawn
-
-
-def request_id_of_gate() -> str | None:
-    """The id that `serve` gave the current request; None in an application that something else serves."""
-    state = cast("Mapping[str, object] | None", request.scope.get("state"))  # pyright: ignore[reportUnknownMemberType]
-    value = None if state is None else state.get(REQUEST_ID)
-    return value if isinstance(value, str) else None
-
-
-def is_token(text: str) -> bool:
-    """Whether a client's own name for something may stand in headers and logs."""
-    return 0 < len(text) <= MAX_REQUEST_ID_BYTES and text.isascii() and text.isprintable() and " " not in text
-
-
-def json_reply(reply: attrs.AttrsInstance, *, status: int = 200) -> Response:
-    """A response of these fields."""
-    return json_response(json.dumps(attrs.asdict(reply), separators=(",", ":")).encode(), status=status)
