@@ -50,9 +50,13 @@ class ApiServer:
         Raises:
             EngineDeadError: the engine has died, and what was running has been told. Not with
                 `keep_alive_on_engine_death`.
+            RequestError: one of `lora_modules` cannot be loaded.
         """
         from trioengine.server import create_app, open_responses, serve
 
+        for module in self._config.lora_modules:
+            name, _, folder = module.partition("=")
+            await engine.add_lora(name, folder)
         stop = trio.Event()
         timeout_s = self._config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S
         config = attrs.evolve(self._config, shutdown_timeout_s=timeout_s)

@@ -118,7 +118,8 @@ async def _run(supervisor: socket.socket) -> None:
         return
     launch = ApiServerLaunch.from_bytes(data)
     listeners = [inherited_listener(fd) for fd in launch.listener_fds]
-    server = ApiServer(launch.config)
+    # The engine is one, so that its adapters are loaded once.
+    server = ApiServer(launch.config if launch.index == 0 else attrs.evolve(launch.config, lora_modules=()))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_obey, stream, server, nursery.cancel_scope)
         nursery.start_soon(trio.to_thread.run_sync, import_server)

@@ -228,6 +228,12 @@ class ServerConfig:
         validator=texts(),
         metadata=documented("Another name that requests may call the served model by."),
     )
+    lora_modules: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=to_texts(),
+        validator=texts(r"[^=]+=.+"),
+        metadata=documented("A LoRA adapter to begin with, as NAME=FOLDER. Needs enable_lora."),
+    )
     web_page: bool = attrs.field(
         default=True,
         validator=flag(),
