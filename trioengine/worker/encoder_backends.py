@@ -1,7 +1,7 @@
 # pyright: basic
 """Loads an encoder for the native CPU kernels, or for torch where those cannot be had."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -24,6 +24,10 @@ from trioengine.worker.native_backend import ProgramProfile
 from trioengine.worker.profile import Profile, TimedProfile
 from trioengine.worker.shared_operations import ModelInfo
 from trioengine.worker.weight_transfer import WeightTransfer
+
+CACHED_TOKENS = 256
+"""For each thread: what lies between the operations of so many stays in a processor's own cache (measured: a tenth
+faster than 1024)."""
 
 
 def load_encoder_executor(
@@ -94,7 +98,8 @@ def _load_native(
         return load_encoder(version.open().with_tensors(tensors), weights)
 
     model = load_encoder(checkpoint, NativeWeights(library, pool, quantization), report)
-    return NativeEncoderBackend(model, library, pool, reload=reload, max_tokens=config.max_num_batched_tokens)
+    max_tokens = min(config.max_num_batched_tokens, CACHED_TOKENS * config.cpu_threads + config.max_model_len)
+    return NativeEncoderBackend(model, library, pool, reload=reload, max_tokens=max_tokens)
 
 
 @attrs.frozen(eq=False)
@@ -115,7 +120,8 @@ class NativeEncoderBackend(WeightsMemory[NativeEncoder, _Recorded]):
         reload: Callable[[NewTensors], NativeEncoder],
         max_tokens: int,
     ) -> None:
-        """`reload` is as `WeightsMemory` has it. A step has at most `max_tokens` tokens."""
+        """`reload` is as `WeightsMemory` has it. `max_tokens` are computed at once: those of any text, or
+        `CACHED_TOKENS` for each thread and any text, which are enough for steps of any size."""
         self.config: EncoderConfig = model.config
         self.head: ClassificationHead | None = None
         self._library = library
@@ -148,6 +154,17 @@ class NativeEncoderBackend(WeightsMemory[NativeEncoder, _Recorded]):
 
     def compute(self, batch: EncoderBatch) -> NDArray[np.float32]:
         """As `EncoderBackend.compute`."""
+        parts = cut_batch(batch, CACHED_TOKENS * self._pool.num_threads)
+        if len(parts) == 1:
+            return self._compute_part(batch)
+        hidden = np.empty((len(batch.rows), self.config.hidden_size), np.float32)
+        first = 0
+        for part in parts:
+            hidden[first : first + len(part.rows)] = self._compute_part(part)
+            first += len(part.rows)
+        return hidden
+
+    def _compute_part(self, batch: EncoderBatch) -> NDArray[np.float32]:
         assert self._ready is not None, "asleep"
         num_tokens, num_seqs = len(batch.token_ids), len(batch.query_start) - 1
         step = StepArrays(
@@ -160,3 +177,28 @@ class NativeEncoderBackend(WeightsMemory[NativeEncoder, _Recorded]):
             logit_rows=batch.rows,
         )
         return self._profiled.run(self._ready.program, step, (), self._pool)
+
+
+def cut_batch(batch: EncoderBatch, num_tokens: int) -> Sequence[EncoderBatch]:
+    """Parts of whole sequences and about equal sizes, in their order, each below `num_tokens` plus its last sequence.
+
+    Rows must be in the order of their tokens.
+    """
+    starts, total = batch.query_start, len(batch.token_ids)
+    num_parts = -(-total // num_tokens)
+    ends = np.searchsorted(starts, total * np.arange(1, num_parts + 1) / num_parts)
+    parts: list[EncoderBatch] = []
+    first = 0
+    for end in np.unique(ends).tolist():
+        start, stop = starts[first], starts[end]
+        rows = slice(*np.searchsorted(batch.rows, (start, stop)))
+        parts.append(
+            EncoderBatch(
+                token_ids=batch.token_ids[start:stop],
+                positions=batch.positions[start:stop],
+                query_start=starts[first : end + 1] - start,
+                rows=batch.rows[rows] - start,
+            )
+        )
+        first = end
+    return parts
