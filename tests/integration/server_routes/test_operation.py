@@ -223,6 +223,21 @@ async def test_an_engine_that_is_full_says_when_to_come_again(path: str, body: d
     assert response.headers["Retry-After"] == "2"
 
 
+@pytest.mark.parametrize("body", [{"prompt": ["a"] * 9}, {"prompt": ["a"] * 3, "n": 3}], ids=["prompts", "answers"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_batch_that_never_fits_is_not_told_to_come_again(body: dict[str, Any], stream: bool) -> None:
+    """An empty engine lets in one request of any size, but of a batch as many as may wait. The largest one fits."""
+    engine = FakeEngine(config=EngineConfig(max_num_queued_reqs=8))
+    client = create_app(engine).test_client()
+    response = await client.post("/v1/completions", json={**body, "stream": stream})
+    error = await json_of(response, 400)
+    assert error["error"]["param"] == "prompt"
+    assert "9" in error["error"]["message"]
+    assert "Retry-After" not in response.headers
+    assert not engine.requests
+    assert (await client.post("/v1/completions", json={"prompt": ["a"] * 8, "stream": stream})).status_code == 200
+
+
 @pytest.mark.parametrize("given", ["mine-1", "a" * 128])
 async def test_a_request_id_is_kept(given: str) -> None:
     """In the header, in the reply and in the engine."""
