@@ -217,6 +217,7 @@ class InputProcessor:
                 check_text(second, "prompt.second")
                 return encode_pair(self.tokenizer, first, second, max_len)
             case TextPrompt(text) if max_len is not None:
+                check_text(text, "prompt")
                 return PairTokens(encode_cut(self.tokenizer, text, max_len))
             case _:
                 tokens = self.renderer.tokenize(prompt, TokenizationKwargs(), room=self.model.max_model_len)

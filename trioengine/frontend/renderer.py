@@ -78,12 +78,31 @@ class Renderer:
         Raises:
             RequestError: naming the field at fault.
         """
+        try:
+            tokens = self._whole(prompt, kwargs)
+        except RequestError as error:
+            if error.param is not None:
+                raise
+            # The tokenizer knows texts, not whose they are.
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            raise attrs.evolve(error, param=param) from error.__cause__
         add_special_tokens = kwargs.add_special_tokens is not False
+        limit = self._limit(kwargs, room)
+        if limit is None or len(tokens.token_ids) <= limit:
+            return tokens
+        around = (0, 0)
+        if isinstance(prompt, TextPrompt) and add_special_tokens:
+            around = self._num_around(prompt.text, tokens.token_ids)
+        return TokensPrompt(_cut(tokens.token_ids, limit, kwargs.truncation_side, around))
+
+    def _whole(self, prompt: Prompt, kwargs: TokenizationKwargs) -> TokensPrompt:
+        """The prompt's tokens before any is cut."""
         match prompt:
             case TextPrompt(text):
-                tokens = TokensPrompt(tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)), text)
+                add_special_tokens = kwargs.add_special_tokens is not False
+                return TokensPrompt(tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)), text)
             case TokensPrompt(token_ids, text):
-                tokens = TokensPrompt(self.check_token_ids(token_ids), text)
+                return TokensPrompt(self.check_token_ids(token_ids), text)
             case ChatPrompt():
                 if kwargs.add_special_tokens:
                     raise _error("add_special_tokens", "is for texts: a chat template writes special tokens itself")
@@ -95,14 +114,7 @@ class Renderer:
                     continue_final_message=prompt.continue_final_message,
                     chat_template=prompt.chat_template,
                 )
-                tokens = TokensPrompt(tuple(rendered.token_ids), rendered.prompt_text)
-        limit = self._limit(kwargs, room)
-        if limit is None or len(tokens.token_ids) <= limit:
-            return tokens
-        around = (0, 0)
-        if isinstance(prompt, TextPrompt) and add_special_tokens:
-            around = self._num_around(prompt.text, tokens.token_ids)
-        return TokensPrompt(_cut(tokens.token_ids, limit, kwargs.truncation_side, around))
+                return TokensPrompt(tuple(rendered.token_ids), rendered.prompt_text)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens.

@@ -7,7 +7,7 @@ from types import NoneType
 import attrs
 
 from trioengine.errors import RequestError
-from trioengine.types.params import SamplingParams, check_text
+from trioengine.types.params import check_text
 from trioengine.types.pooling import EncodeRequest
 from trioengine.types.request import MAX_LORA_NAME_CHARS, Deadlines, GenerateRequest, KVHints
 
@@ -49,8 +49,6 @@ def reasoning_ended(request: GenerateRequest) -> bool | None:
 
 
 def _check_generate_request(request: GenerateRequest) -> None:
-    if not isinstance(request.sampling, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise RequestError("sampling must be a SamplingParams.", param="sampling")
     if type(request.reasoning_ended) not in (bool, NoneType):
         raise RequestError("reasoning_ended must be True, False or None.", param="reasoning_ended")
     hints = request.kv_hints

@@ -8,12 +8,14 @@ import enum
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
 
 from trioengine.errors import RequestError
 from trioengine.types.structured import StructuredOutputsParams
+
+T = TypeVar("T")
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 4096
@@ -41,13 +43,20 @@ class RequestOutputKind(enum.IntEnum):
 
 
 def _stop_tuple(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    return (stop,) if isinstance(stop, str) else _tuple(stop)
 
 
-def _optional_tuple(values: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+def _tuple(values: Iterable[T] | None) -> tuple[T, ...]:
+    return () if values is None else _optional_tuple(values)  # pyright: ignore[reportReturnType]
+
+
+def _optional_tuple(values: Iterable[T] | None) -> tuple[T, ...] | None:
+    """What is no list is left to `validate`."""
+    return tuple(values) if isinstance(values, Iterable) else values
+
+
+def _seed(seed: int | None) -> int | None:
+    return None if seed == -1 and type(seed) is int else seed
 
 
 def _processor_arguments(processors: Mapping[str, str | Mapping[str, object]] | None) -> Mapping[str, str] | None:
@@ -118,15 +127,15 @@ class SamplingParams:
     """Divides (or, below zero, multiplies) the logit of each token that prompt or output has; 1 is off."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids, -100 to 100."""
-    seed: int | None = None
-    """The same seed gives the same tokens, alone and in any batch. None draws one."""
+    seed: int | None = attrs.field(default=None, converter=_seed)
+    """The same seed gives the same tokens, alone and in any batch. None and -1 draw one."""
     max_tokens: int | None = 16
     """The most tokens to generate. None is what the context leaves; 0, only with `prompt_logprobs`, is none."""
     min_tokens: int = 0
     """No end-of-text token, stop token or stop string ends the output before this many tokens."""
     stop: tuple[str, ...] = attrs.field(default=(), converter=_stop_tuple)
     """Strings that end the output; it is cut before them."""
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tuple)
     """Tokens that end the output."""
     ignore_eos: bool = False
     """Goes on after the model's end-of-text token."""
@@ -223,6 +232,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, kinds) or (type(value) is bool and bool not in kinds):
                 raise RequestError(f"{name} must be {expected}, not {type(value).__name__}.", param=name)
+        for name in _LISTS:
+            value = getattr(self, name)
+            if not isinstance(value, tuple) and not (value is None and name == "allowed_token_ids"):
+                raise RequestError(f"{name} must be a list, not {type(value).__name__}.", param=name)
         for position, token_id in enumerate(self.stop_token_ids):
             _check_integer(f"stop_token_ids[{position}]", token_id)
         self._validate_allowed_token_ids()
@@ -366,6 +379,7 @@ _DESCRIPTIONS: Mapping[Any, str] = {
     bool: "True or False",
     RequestOutputKind: "a RequestOutputKind",
 }
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 _SCALARS = tuple(scalar for field in attrs.fields(SamplingParams) if (scalar := _scalar(field)) is not None)
 
 

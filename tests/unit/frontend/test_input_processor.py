@@ -187,7 +187,7 @@ def test_what_belongs_to_the_request_is_checked(name: str, values: list[Any]) ->
 @pytest.mark.parametrize(
     ("request_", "param"),
     [
-        (GenerateRequest("a\ud800"), None),
+        (GenerateRequest("a\ud800"), "prompt"),
         (GenerateRequest("a", request_id="\ud800"), "request_id"),
         (GenerateRequest("a", SamplingParams(stop="\udfff")), "stop[0]"),
     ],
@@ -225,7 +225,7 @@ def test_end_tokens_are_those_of_the_model_and_of_its_tokenizer() -> None:
     assert end_token_ids(vocab_size=200, eos_token_ids=(7,)) == (7,)
 
 
-@pytest.mark.parametrize(("seed", "sent"), [(0, 0), (7, 7), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
+@pytest.mark.parametrize(("seed", "sent"), [(0, 0), (7, 7), (-2, 2**64 - 2), (2**64 - 1, 2**64 - 1)])
 def test_a_seed_is_kept_as_64_unsigned_bits(seed: int, sent: int) -> None:
     assert PROCESSOR.process(GenerateRequest("a", SamplingParams(seed=seed))).seed == sent
 

@@ -31,7 +31,7 @@ def columns(slot: int, num_tokens: int) -> LogprobColumns:
 
 @pytest.mark.parametrize(
     ("seed", "seeds"),
-    [(5, [5, 6, 7]), (2**64 - 2, [2**64 - 2, 2**64 - 1, 0]), (-1, [2**64 - 1, 0, 1])],
+    [(5, [5, 6, 7]), (2**64 - 2, [2**64 - 2, 2**64 - 1, 0]), (-2, [2**64 - 2, 2**64 - 1, 0])],
 )
 def test_each_answer_has_a_seed_a_slot_and_a_name_of_its_own(seed: int, seeds: list[int]) -> None:
     front = FrontendDriver()

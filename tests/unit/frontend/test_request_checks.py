@@ -1,6 +1,7 @@
 """Every rule of a request is checked before anything is sent, and each violation names its field."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from trioengine.frontend.request_checks import (
 from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.messages import ModelFacts
 from trioengine.types.pooling import EncodeRequest
-from trioengine.types.request import Deadlines, GenerateRequest, KVHints
+from trioengine.types.request import ChatPrompt, Deadlines, GenerateRequest, KVHints, TextPrompt, TokensPrompt
 
 ACCEPTED: list[tuple[str, list[Any]]] = [
     ("request_id", [None, "", "x", "ä" * MAX_REQUEST_ID_CHARS]),
@@ -71,6 +72,27 @@ def test_what_cannot_work_is_refused_by_the_path_of_its_field(field: str, param:
         assert caught.value.param == param
         assert param in caught.value.message
         assert len(caught.value.message) < 500
+
+
+NO_PROMPTS: list[tuple[Callable[[Any], object], str, list[Any]]] = [
+    (GenerateRequest, "prompt", [None, 5, b"ab", {"prompt": "x"}]),
+    (EncodeRequest, "prompt", [None, 5, b"ab"]),
+    (TextPrompt, "prompt", [None, 5, b"ab"]),
+    (TokensPrompt, "prompt", [None, 5, "ab"]),
+    (ChatPrompt, "messages", [None, 5, "hello", {"role": "user"}]),
+    (ChatPrompt, "messages[1]", [[{"role": "user", "content": "a"}, 5]]),
+    (lambda value: ChatPrompt((), chat_template=value), "chat_template", [5, b"x"]),
+]
+
+
+@pytest.mark.parametrize(("make", "param", "values"), NO_PROMPTS)
+def test_what_is_no_prompt_is_refused_when_it_is_made(
+    make: Callable[[Any], object], param: str, values: list[Any]
+) -> None:
+    for value in values:
+        with pytest.raises(RequestError) as caught:
+            make(value)
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize("field", ["session_id", "data_parallel_rank", "deadlines", "trace_headers"])

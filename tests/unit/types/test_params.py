@@ -40,7 +40,7 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("frequency_penalty", [-2, 2.0]),
     ("repetition_penalty", [0.01, 1, 100.0]),
     ("logit_bias", [None, {}, {0: -100}, {5: 100.0}]),
-    ("seed", [None, 0, -1, -(2**63), 2**64 - 1]),
+    ("seed", [None, 0, -2, -(2**63), 2**64 - 1]),
     ("max_tokens", [None, 1, 32000]),
     ("min_tokens", [0, 16]),
     ("stop", [None, [], (), "x", ["a", "b"], ["x" * MAX_STOP_STRING_CHARS], ["x"] * MAX_STOP_STRINGS]),
@@ -62,6 +62,10 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
 ]
 
 REFUSED: list[tuple[str, list[Any]]] = [
+    ("stop", [5, 1.5]),
+    ("stop_token_ids", [5, True]),
+    ("bad_words", [5]),
+    ("allowed_token_ids", [5, False]),
     ("temperature", [-0.1, NAN, INF, -INF, 101, "1", None, True]),
     ("top_p", [-0.1, 1.1, NAN, INF, "1"]),
     ("top_k", [-2, 2**31, 1.5, NAN, True, None, "4"]),
@@ -231,6 +235,12 @@ def test_extra_arguments_are_kept_as_json_and_stay_so() -> None:
     sampling = SamplingParams(extra_args={"a": 5, "b": "text", "c": {"d": None}})  # type: ignore[dict-item]
     assert sampling.extra_args == {"a": "5", "b": '"text"', "c": '{"d": null}'}
     assert attrs.evolve(sampling, n=2).extra_args == sampling.extra_args
+
+
+def test_what_scripts_write_for_nothing_is_nothing() -> None:
+    """As vLLM takes it."""
+    nothing: Any = None
+    assert SamplingParams(stop=nothing, stop_token_ids=nothing, bad_words=nothing, seed=-1) == SamplingParams()
 
 
 def test_a_budget_of_minus_one_is_none() -> None:
