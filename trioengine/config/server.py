@@ -243,8 +243,7 @@ class ServerConfig:
         default=False,
         validator=flag(),
         metadata=documented(
-            "Serve the routes that operate the engine: sleep, pause, LoRA adapters, profiles, tasks. Whoever reaches"
-            " them can stop it."
+            "Serve the routes that operate the engine: sleep, pause, profiles, tasks. Whoever reaches them can stop it."
         ),
     )
     tool_call_parser: ToolCallParser | None = attrs.field(

@@ -54,7 +54,9 @@ def openai_blueprint(
     config = ServerConfig() if config is None else config
     metrics = metrics or _own_metrics(engine)
     context = ServerContext(engine, config, shutdown, stop, metrics, responses=responses or Responses())
-    routes = offered_routes(enable_admin=config.enable_admin, has_metrics=metrics is not None)
+    routes = offered_routes(
+        enable_admin=config.enable_admin, has_metrics=metrics is not None, has_lora=engine.config.enable_lora
+    )
     blueprint = Blueprint("openai", __name__)
     for route in routes:
         endpoint = route.operation.method + route.operation.path.replace(".", "_")
@@ -79,12 +81,13 @@ def _own_metrics(engine: EngineClient) -> MetricsSource | None:
     return next((logger for logger in loggers if isinstance(logger, PrometheusStatLogger)), None)
 
 
-def offered_routes(*, enable_admin: bool, has_metrics: bool) -> Sequence[Route]:
+def offered_routes(*, enable_admin: bool, has_metrics: bool, has_lora: bool = False) -> Sequence[Route]:
     """The routes of an application with these options."""
     return [
         route
         for route in ROUTES
-        if (enable_admin or not route.is_admin) and (has_metrics or route.operation.path != "/metrics")
+        if (enable_admin or not route.is_admin or (has_lora and route.is_lora))
+        and (has_metrics or route.operation.path != "/metrics")
     ]
 
 

@@ -18,6 +18,7 @@ from trioengine.testing.fake_vectors import FakeVectorEngine
 from trioengine.types.messages import PauseGeneration, PauseMode, Sleep, WakeUp
 
 ADMIN = ServerConfig(enable_admin=True)
+LORA_ROUTES = [("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")]
 COMPLETION = {"prompt": "Once"}
 SECRET = "tell nobody"
 
@@ -44,8 +45,7 @@ ADMIN_ROUTES = [
     ("POST", "/start_profile"),
     ("POST", "/stop_profile"),
     ("GET", "/debug/tasks"),
-    ("POST", "/v1/load_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
+    *LORA_ROUTES,
 ]
 
 
@@ -149,6 +149,13 @@ async def test_adapters_are_loaded_listed_used_and_unloaded() -> None:
     await json_of(await client.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}))
     assert (await client.post("/v1/completions", json={**COMPLETION, "model": "mine"})).status_code == 404
     assert (await client.get("/v1/models/mine")).status_code == 404
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+async def test_an_engine_with_adapters_has_their_routes_and_no_others(method: str, path: str) -> None:
+    engine = FakeEngine(config=EngineConfig(enable_lora=True))
+    response = await create_app(engine).test_client().open(path, method=method, json={})
+    assert response.status_code == (400 if (method, path) in LORA_ROUTES else 404)
 
 
 async def test_an_adapter_that_another_server_loaded_is_known() -> None:

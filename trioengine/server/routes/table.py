@@ -68,6 +68,8 @@ class Route:
     handler: Handler
     is_admin: bool = False
     """Whether it is there with `--enable-admin` only."""
+    is_lora: bool = False
+    """Whether `--enable-lora` is enough for that."""
 
     @property
     def rule(self) -> str:
@@ -76,9 +78,16 @@ class Route:
 
 
 def _post(
-    path: str, tag: str, handler: Handler, errors: Collection[int], *, is_admin: bool = False, **more: Any
+    path: str,
+    tag: str,
+    handler: Handler,
+    errors: Collection[int],
+    *,
+    is_admin: bool = False,
+    is_lora: bool = False,
+    **more: Any,
 ) -> Route:
-    return Route(_operation("post", path, tag, handler, errors, **more), handler, is_admin)
+    return Route(_operation("post", path, tag, handler, errors, **more), handler, is_admin, is_lora)
 
 
 def _get(
@@ -193,6 +202,7 @@ ROUTES: Sequence[Route] = (
         admin.load_lora_adapter,
         _OPERATION,
         is_admin=True,
+        is_lora=True,
         request=(LoadLoRARequest,),
         reply=StatusReply,
     ),
@@ -202,6 +212,7 @@ ROUTES: Sequence[Route] = (
         admin.unload_lora_adapter,
         (*_OPERATION, 404),
         is_admin=True,
+        is_lora=True,
         request=(UnloadLoRARequest,),
         reply=StatusReply,
     ),
