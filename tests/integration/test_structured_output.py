@@ -168,14 +168,17 @@ def test_speculation_changes_no_token(llm: LLM) -> None:
 
 
 def test_reasoning_is_free(llm: LLM) -> None:
-    """The bundled model does not reason, and so finds no end of it."""
+    """The bundled model does not reason, and so finds no end of it, unless a budget ends it."""
     sampling = bound(attrs.evolve(GREEDY, max_tokens=12), choice=("yes", "no"))
     thinking, over = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     with LLM(max_model_len=512, reasoning_parser=ReasoningParser.QWEN3) as reasoning:
-        outputs = reasoning.generate([thinking, over], [sampling] * 2)
+        budget = attrs.evolve(GREEDY, max_tokens=12, thinking_token_budget=4)
+        outputs = reasoning.generate([thinking, over, thinking], [sampling, sampling, budget])
     (free,) = generate(llm, attrs.evolve(sampling, structured_outputs=None), prompt=thinking)
     assert outputs[0].outputs[0].token_ids == free.token_ids
     assert outputs[1].outputs[0].text in ("yes", "no")
+    assert outputs[2].outputs[0].token_ids[:4] == free.token_ids[:4]
+    assert "</think>" in outputs[2].outputs[0].text
 
 
 async def test_a_form_that_cannot_be_kept_fails_alone() -> None:

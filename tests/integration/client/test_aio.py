@@ -282,6 +282,27 @@ def test_cancelling_before_the_thread_has_begun_leaves_nothing(model: str) -> No
     run(main())
 
 
+def test_cancelling_again_and_again_waits_for_the_end_all_the_same(model: str) -> None:
+    """As libraries do whose cancellation lasts, in the midst of an answer; the fixture looks for what is left."""
+
+    async def main() -> None:
+        started = asyncio.Event()
+
+        async def use_it() -> None:
+            async with open_fake(model) as engine, engine.generate(GenerateRequest("abc", ENDLESS)) as stream:
+                async for _ in stream:
+                    started.set()
+
+        task = asyncio.create_task(use_it())
+        await started.wait()
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0.001)
+        assert task.cancelled()
+
+    run(main())
+
+
 def test_a_thread_that_cannot_begin_says_so(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, "too many open files")
