@@ -67,22 +67,22 @@ async def serve_stream(
     try:
         context = ServerContext(engine, config, shutdown, stop)
         serve_one = stream_handler(context, AccessRules(config, is_loopback=is_loopback(sockets)))
-        listeners: list[trio.SocketListener | trio.SSLListener[trio.SocketStream]] = []
+        places = _Places(config.max_connections)
+        listeners: list[_BoundedListener] = []
         for sock in sockets:
             sock.listen(_BACKLOG)
             listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
-            listeners.append(listener if tls is None else trio.SSLListener(listener, tls))
+            listeners.append(_BoundedListener(listener if tls is None else trio.SSLListener(listener, tls), places))
         scheme = "ws" if tls is None else "wss"
-        limit = trio.CapacityLimiter(config.max_connections)
 
         async def serve_guarded(stream: trio.abc.Stream) -> None:
             try:
-                async with limit:
-                    await serve_one(stream)
+                await serve_one(stream)
             except* Exception:
                 # A border: a client can provoke errors in protocol code, and the others have nothing to do with it.
                 logger.warning("A connection ended because of an error", exc_info=True)
             finally:
+                places.give_back()
                 await trio.aclose_forcefully(stream)
 
         async with trio.open_nursery() as connections:  # noqa: SIM117
@@ -104,27 +104,40 @@ def stream_handler(context: ServerContext, rules: AccessRules) -> Callable[[trio
     requests = StreamRequests(context)
 
     async def handle(stream: trio.abc.Stream) -> None:
-        accepted: tuple[trio_websocket.WebSocketConnection, bool] | None = None
+        transport: _Transport | None = None
+        may_serve = False
         async with trio.open_nursery() as nursery:
-            # Who vanishes before the upgrade is waited for as long as who hesitates: trio-websocket does not tell.
-            with trio.move_on_after(context.config.header_timeout_s):
-                upgrade = await trio_websocket.wrap_server_stream(
-                    nursery,
-                    stream,
-                    message_queue_size=1,
-                    max_message_size=context.config.max_body_bytes,
-                    receive_buffer_size=65536,
-                )
-                accepted = await _accept(upgrade, rules)
-            if accepted is not None:
-                websocket, has_key = accepted
-                transport = _Transport(websocket)
-                if has_key or await transport.receive_key(rules, context.config.header_timeout_s):
-                    nursery.start_soon(_ping, websocket, nursery.cancel_scope)
-                    await _serve(transport, context, requests)
+            with trio.CancelScope() as hesitating:
+                if context.shutdown is not None:
+                    nursery.start_soon(_end_on_shutdown, context.shutdown, hesitating)
+                # Who vanishes before the upgrade is waited for as long as who hesitates: trio-websocket does not tell.
+                with trio.move_on_after(context.config.header_timeout_s):
+                    upgrade = await trio_websocket.wrap_server_stream(
+                        nursery,
+                        stream,
+                        message_queue_size=1,
+                        max_message_size=context.config.max_body_bytes,
+                        receive_buffer_size=65536,
+                    )
+                    accepted = await _accept(upgrade, rules)
+                    if accepted is not None:
+                        websocket, may_serve = accepted
+                        transport = _Transport(websocket)
+                if transport is not None and not may_serve:
+                    may_serve = await transport.receive_key(rules, context.config.header_timeout_s)
+            if transport is not None and may_serve:
+                nursery.start_soon(_ping, transport.websocket, nursery.cancel_scope)
+                await _serve(transport, context, requests)
+            elif transport is not None and hesitating.cancelled_caught:
+                await transport.close(CloseCode.GOING_AWAY, "The server shuts down.")
             nursery.cancel_scope.cancel()
 
     return handle
+
+
+async def _end_on_shutdown(shutdown: trio.Event, scope: trio.CancelScope) -> None:
+    await shutdown.wait()
+    scope.cancel()
 
 
 async def _serve(transport: "_Transport", context: ServerContext, requests: StreamRequests) -> None:
@@ -162,11 +175,47 @@ async def _accept(
     return None
 
 
+class _Places:
+    """How many more connections there may be."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._waiting = trio.lowlevel.ParkingLot()
+
+    async def wait_for_one(self) -> None:
+        while self._num_free <= 0:
+            await self._waiting.park()
+
+    def take(self) -> None:
+        self._num_free -= 1
+
+    def give_back(self) -> None:
+        self._num_free += 1
+        self._waiting.unpark_all()
+
+
+class _BoundedListener(trio.abc.Listener[trio.abc.Stream]):
+    """Accepts while there is a place: who comes then waits in the kernel's queue, and takes no descriptor."""
+
+    def __init__(self, listener: trio.abc.Listener[trio.abc.Stream], places: _Places) -> None:
+        self._listener = listener
+        self._places = places
+
+    async def accept(self) -> trio.abc.Stream:
+        await self._places.wait_for_one()
+        stream = await self._listener.accept()
+        self._places.take()
+        return stream
+
+    async def aclose(self) -> None:
+        await self._listener.aclose()
+
+
 class _Transport:
     """A `stream_connection.MessageTransport` over trio-websocket."""
 
     def __init__(self, websocket: trio_websocket.WebSocketConnection) -> None:
-        self._websocket = websocket
+        self.websocket = websocket
         self._first: str | bytes | None = None
 
     async def receive_key(self, rules: AccessRules, timeout_s: float) -> bool:
@@ -192,7 +241,7 @@ class _Transport:
             await trio.lowlevel.checkpoint()
             return first
         try:
-            return await self._websocket.get_message()
+            return await self.websocket.get_message()
         except trio_websocket.ConnectionClosed:
             return None
 
@@ -200,14 +249,14 @@ class _Transport:
         """Send these messages. Does nothing once the client has gone."""
         try:
             for text in texts:
-                await self._websocket.send_message(text.decode())
+                await self.websocket.send_message(text.decode())
         except trio_websocket.ConnectionClosed:
             await trio.lowlevel.checkpoint()
 
     async def close(self, code: int, reason: str) -> None:
         """Close, and wait for the client's own closing, for a while."""
         with trio.move_on_after(5.0):
-            await self._websocket.aclose(code, reason[:120])
+            await self.websocket.aclose(code, reason[:120])
 
 
 async def _ping(websocket: trio_websocket.WebSocketConnection, connection_scope: trio.CancelScope) -> None:

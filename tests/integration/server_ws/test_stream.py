@@ -1,6 +1,7 @@
 """`/v1/stream` as its clients see it, over `serve()` and over trio-websocket alone."""
 
 import json
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,21 +9,25 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from trioengine.config.server import ServerConfig
-from trioengine.server import stream_connection
+from trioengine.server import stream_connection, websocket, ws_endpoint
 from trioengine.server.app import create_app
 from trioengine.server.ws_endpoint import serve_stream
 from trioengine.testing.http_server import open_server
-from trioengine.testing.raw_http import open_raw_http
+from trioengine.testing.raw_http import open_raw_http, request_bytes
 from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_engine
 from trioengine.testing.websocket_frames import (
     BINARY,
     CLOSE,
     PING,
+    PONG,
     TEXT,
+    UPGRADE,
     FrameClient,
+    Received,
     close_frame,
     frame,
     open_frames,
@@ -387,6 +392,58 @@ async def test_a_server_that_shuts_down_lets_requests_end(kind: str) -> None:
         assert await client.receive() == {"type": "closed", "code": 1001}
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/stream HTTP/1.1\r\nhost: localhost\r\n"], ids=["nothing", "half"])
+async def test_an_endpoint_that_shuts_down_waits_for_nobody_who_has_not_come_in(sent: bytes) -> None:
+    async with (
+        open_served("trio-websocket", api_key=KEY, header_timeout_s=600) as served,
+        open_raw_http(served.url) as stranger,
+        served.connect(greets=False) as without_key,
+    ):
+        await stranger.send(sent)
+        served.shutdown.set()
+        assert await without_key.receive() == {"type": "closed", "code": 1001}
+        with trio.fail_after(5):
+            assert await stranger.read_to_end() == b""
+
+
+async def test_connections_over_the_limit_wait_their_turn(kind: str) -> None:
+    async with (
+        open_served(kind, max_connections=1) as served,
+        served.connect() as first,
+        open_raw_http(served.url) as second,
+    ):
+        await first.create(max_tokens=1)
+        await first.read_to_end()
+        # Whoever waits has no place at the server: there is no task and no descriptor of his.
+        num_descriptors = len(os.listdir("/proc/self/fd"))
+        async with open_raw_http(served.url):
+            assert len(os.listdir("/proc/self/fd")) == num_descriptors + 1
+            await wait_all_tasks_blocked()
+            assert len(os.listdir("/proc/self/fd")) == num_descriptors + 1
+        await first.frames.send(close_frame(1000))
+        await first.frames.http.read_to_end()
+        assert (await upgrade(second, PATH)).status == 101
+
+
+async def test_pings_are_answered_with_what_they_carry(kind: str) -> None:
+    async with open_served(kind) as served, served.connect() as client:
+        await client.frames.send(frame(PING, b"42"), frame(PING), frame(PING, b"x" * 125))
+        for payload in (b"42", b"", b"x" * 125):
+            assert await client.frames.receive() == Received(PONG, payload)
+
+
+async def test_a_client_that_answers_no_ping_is_closed_with_1011_and_its_requests_end(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (websocket, ws_endpoint):
+        monkeypatch.setattr(module, "PING_INTERVAL_S", 0.05)
+    async with open_served(kind) as served, served.connect() as client:
+        await client.create(credits=0)
+        await client.receive_type("started")
+        assert await client.receive() == {"type": "closed", "code": 1011}
+        await served.wait_idle()
+
+
 async def test_a_server_that_stops_tells_the_requests_that_run(kind: str) -> None:
     async with open_served(kind) as served, served.connect() as client:
         await client.create(credits=0)
@@ -445,6 +502,14 @@ async def test_upgrades_that_may_not_be_are_refused(
         head = await upgrade(http, path, headers)
         assert head.status == status
         assert "error" in json.loads(await http.read_body(head))
+
+
+async def test_a_name_that_is_not_the_servers_is_refused(kind: str) -> None:
+    """A page whose name leads here (DNS rebinding) has that name as its origin too."""
+    async with open_served(kind) as served, open_raw_http(served.url) as http:
+        asked = request_bytes("GET", PATH, headers=[*UPGRADE, ("origin", "http://evil.example")])
+        await http.send(asked.replace(b"host: localhost", b"host: evil.example"))
+        assert (await http.read_head()).status == 403
 
 
 @pytest.mark.parametrize(
