@@ -243,7 +243,11 @@ class _Reader:
 
     def _config(self) -> Mapping[str, object]:
         path = self._folder / CONFIG_NAME
-        if not path.exists():
+        try:
+            is_there = path.exists()
+        except OSError as error:  # Such as a name that is too long to be one.
+            raise self._error(f"it cannot be read: {error.strerror}") from None
+        if not is_there:
             raise self._error(f"it has no {CONFIG_NAME}")
         return read_json_object(path)
 

@@ -10,12 +10,12 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine.config.engine import EngineConfig
 from trioengine.config.server import ServerConfig
-from trioengine.errors import EngineDeadError, UnavailableError
+from trioengine.errors import CheckpointError, EngineDeadError, UnavailableError
 from trioengine.observability.prometheus import MetricsPage
 from trioengine.server.app import create_app
 from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
 from trioengine.testing.fake_vectors import FakeVectorEngine
-from trioengine.types.messages import PauseGeneration, PauseMode, Sleep, WakeUp
+from trioengine.types.messages import AddLoRA, PauseGeneration, PauseMode, Sleep, WakeUp
 
 ADMIN = ServerConfig(enable_admin=True)
 LORA_ROUTES = [("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")]
@@ -149,6 +149,22 @@ async def test_adapters_are_loaded_listed_used_and_unloaded() -> None:
     await json_of(await client.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}))
     assert (await client.post("/v1/completions", json={**COMPLETION, "model": "mine"})).status_code == 404
     assert (await client.get("/v1/models/mine")).status_code == 404
+
+
+async def test_a_folder_that_is_no_adapter_is_the_callers_fault() -> None:
+    """With the reason and the field; nothing is logged as a failure of ours."""
+
+    class WithoutFolders(FakeEngine):
+        async def call(self, call: Any) -> Any:
+            if isinstance(call, AddLoRA):
+                raise CheckpointError(f"{call.path}: it has no adapter_config.json.", path=call.path)
+            return await super().call(call)
+
+    client = admin_client(WithoutFolders(config=EngineConfig(enable_lora=True)))
+    body = {"lora_name": "mine", "lora_path": "/nowhere"}
+    error = (await json_of(await client.post("/v1/load_lora_adapter", json=body), 400))["error"]
+    assert error["param"] == "lora_path"
+    assert error["message"] == "/nowhere: it has no adapter_config.json."
 
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)

@@ -278,6 +278,8 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert WEIGHTS_NAME in refusal(folder).message
     with pytest.raises(CheckpointError):
         read_lora("a\0b", CONFIG, 16)
+    with pytest.raises(CheckpointError, match="too long"):
+        read_lora("a" * 3000, CONFIG, 16)
 
 
 def test_other_files_of_the_folder_are_not_read(tmp_path: Path) -> None:

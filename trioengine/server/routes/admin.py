@@ -1,4 +1,6 @@
-"""The routes that operate the engine. They are there with `--enable-admin` only."""
+"""The routes that operate the engine. They are there with `--enable-admin` only, those of adapters with `--enable-lora`
+too.
+"""
 
 import json
 from collections.abc import Generator, Mapping
@@ -9,7 +11,7 @@ import attrs
 from quart import Response, request
 
 from trioengine.client.operations import JsonValue
-from trioengine.errors import ModelNotFoundError, RequestError
+from trioengine.errors import CheckpointError, ModelNotFoundError, RequestError
 from trioengine.openai.admin_protocol import (
     CollectiveRPCReply,
     DebugQuery,
@@ -160,6 +162,9 @@ def _body_params() -> Generator[None]:
     except RequestError as error:
         param = {"name": "lora_name", "lora": "lora_name", "path": "lora_path"}.get(error.param or "")
         raise attrs.evolve(error, param=param or error.param) from None
+    except CheckpointError as error:
+        # What a folder holds that a caller names is the caller's fault.
+        raise RequestError(error.message, param="lora_path") from None
 
 
 def _status(status: str) -> Response:
