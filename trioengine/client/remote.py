@@ -114,26 +114,28 @@ class RemoteEngine(EngineClient):
         self._api_key = api_key
         self._tokenizer = tokenizer
         self._nursery = nursery
+        self._connecting = trio.Lock()
         self._link: RemoteLink | None = None
         self._description: _Description | None = None
         self._closed_error: EngineClosedError | None = None
 
     async def reconnect(self) -> None:
-        """Connect again where the connection was lost, for requests that are made from now on.
+        """Connect again where the connection was lost, for requests that are made from now on. Tasks that call it at
+        the same time connect once.
 
         Raises:
             PeerUnreachableError, AuthenticationError, ForbiddenError: as `open_remote`.
         """
-        if self._closed_error is not None:
-            raise attrs.evolve(self._closed_error)
-        if self._link is not None and self._link.error is None:
-            await trio.lowlevel.checkpoint()
-            return
-        link = RemoteLink(self._address, self._api_key)
-        # What ends the link ends nothing else, so its start alone may raise.
-        await self._nursery.start(link.run)
-        self._link = link
-        self._description = _Description.of(await _only_chunk(link, Endpoint.DESCRIBE, {}))
+        async with self._connecting:
+            if self._closed_error is not None:
+                raise attrs.evolve(self._closed_error)
+            if self._link is not None and self._link.error is None:
+                return
+            link = RemoteLink(self._address, self._api_key)
+            # What ends the link ends nothing else, so its start alone may raise.
+            await self._nursery.start(link.run)
+            self._link = link
+            self._description = _Description.of(await _only_chunk(link, Endpoint.DESCRIBE, {}))
 
     def close(self) -> None:
         """End everything. Does not wait; `open_remote` calls it."""

@@ -22,6 +22,7 @@ from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_eng
 from trioengine.testing.websocket_frames import (
     BINARY,
     CLOSE,
+    CONTINUATION,
     PING,
     PONG,
     TEXT,
@@ -348,16 +349,24 @@ async def test_leaving_the_server_aborts_everything(kind: str) -> None:
 @pytest.mark.parametrize(
     ("sent", "code"),
     [
+        (frame(0x3, b"x"), 1002),
+        (frame(TEXT, b"x", masked=False), 1002),
         (frame(BINARY, b"x"), 1003),
+        (frame(TEXT, b"\xff\xff"), 1007),
         (frame(TEXT, b"x" * 2001), 1009),
+        (frame(TEXT, b"x" * 1001, fin=False) + frame(CONTINUATION, b"x" * 1000), 1009),
         (frame(TEXT, b'{"type": "hello", "version": 1}'), 1008),
         (close_frame(1000), 1000),
     ],
-    ids=["binary", "too long", "a second hello", "closed"],
+    ids=["opcode", "no mask", "binary", "no UTF-8", "too long", "too long in parts", "a second hello", "closed"],
 )
 async def test_close_codes(kind: str, sent: bytes, code: int) -> None:
     async with open_served(kind, max_body_bytes=2000) as served, served.connect() as client:
         await client.frames.send(sent)
+        if kind == "trio-websocket" and code in (1002, 1007):
+            # It ends the connection of whoever sends no frames without a word.
+            assert await client.frames.http.read_to_end() == b""
+            return
         message = await client.receive()
         if message["type"] == "error":
             message = await client.receive()

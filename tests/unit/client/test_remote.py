@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioengine.client import remote_link
 from trioengine.client.interface import OutputStream
 from trioengine.client.remote import RemoteEngine, open_remote
 from trioengine.client.remote_link import CREDITS
@@ -66,6 +67,7 @@ class Relay:
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self._is_dead = False
         self._lines: list[trio.CancelScope] = []
         self.num_connections = 0
 
@@ -79,6 +81,10 @@ class Relay:
             line.cancel()
         self._lines.clear()
 
+    def die(self) -> None:
+        """Carry nothing more, and say nothing of it."""
+        self._is_dead = True
+
     async def _serve(self, client: trio.SocketStream) -> None:
         self.num_connections += 1
         async with await trio.open_tcp_stream("127.0.0.1", self._port) as server, client:
@@ -91,6 +97,8 @@ class Relay:
     async def _carry(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
         try:
             while data := await source.receive_some():
+                if self._is_dead:
+                    continue
                 await target.send_all(data)
             await target.send_eof()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -198,6 +206,31 @@ async def test_the_servers_end_is_the_loss_of_the_connection() -> None:
             assert remote.errored
             with pytest.raises(PeerUnreachableError):
                 await remote.reconnect()
+
+
+async def test_a_server_that_answers_no_ping_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cable that is pulled says nothing: without pings whoever waits would wait for ever."""
+    for name in ("PING_INTERVAL_S", "PING_TIMEOUT_S"):
+        monkeypatch.setattr(remote_link, name, 0.1)
+    async with open_through_relay() as (scripted, remote, relay), remote.generate(endless()) as stream:
+        await anext(stream)
+        relay.die()
+        with trio.fail_after(5), pytest.raises(EngineDeadError):
+            await read(stream)
+        assert remote.errored
+        await idle(scripted.engine)
+
+
+async def test_who_reconnects_at_the_same_time_connects_once() -> None:
+    async with open_through_relay() as (_, remote, relay):
+        relay.cut()
+        while remote.is_running:
+            await trio.lowlevel.checkpoint()
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(remote.reconnect)
+        assert relay.num_connections == 2
+        remote.check_health()
 
 
 # Slow readers
@@ -329,6 +362,17 @@ async def test_where_there_is_no_server_is_an_error() -> None:
         await sock.bind(("127.0.0.1", 0))
         with pytest.raises(PeerUnreachableError):
             async with open_remote(f"ws://127.0.0.1:{sock.getsockname()[1]}"):
+                pass
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_server_that_says_nothing_is_not_waited_for_long(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_link, "CONNECT_TIMEOUT_S", 0.05)
+    with trio.socket.socket() as sock, trio.fail_after(5):
+        await sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        with pytest.raises(PeerUnreachableError):
+            async with open_remote(f"{'wss' if tls else 'ws'}://127.0.0.1:{sock.getsockname()[1]}"):
                 pass
 
 
