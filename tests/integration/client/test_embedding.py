@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import psutil
 import pytest
@@ -50,7 +51,9 @@ def right_tokens(seed: int) -> tuple[int, ...]:
 
 
 def globals_of_the_process() -> list[object]:
-    """What belongs to the application: signals, the collector, logging, hooks, filters of warnings."""
+    """What belongs to the application: signals, the collector, logging, hooks, filters of warnings, the registry of
+    metrics, which another test of this process may have imported."""
+    metrics: Any = sys.modules.get("prometheus_client")
     return [
         [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)],
         signal.set_wakeup_fd(-1),
@@ -59,6 +62,7 @@ def globals_of_the_process() -> list[object]:
         [logging.root.level, list(logging.root.handlers), list(logging.getLogger("trioengine").handlers)],
         [sys.excepthook, threading.excepthook, sys.unraisablehook],
         list(warnings.filters),
+        None if metrics is None else sorted(metrics.REGISTRY._names_to_collectors),
     ]
 
 
@@ -79,7 +83,6 @@ async def test_an_engine_takes_nothing_that_is_the_applications(config: EngineCo
     # Reading the wake-up descriptor has taken it away.
     before[1] = during[1] = after[1] = None
     assert before == during == after
-    assert "prometheus_client" not in sys.modules
 
 
 async def test_engines_of_one_process_share_no_statistics(config: EngineConfig) -> None:
