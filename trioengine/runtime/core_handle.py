@@ -112,7 +112,7 @@ class _ParentsHandle(Generic[P]):
         """What a core that has exited leaves to say."""
         status = self._process.returncode
         if status is not None and status < 0:
-            how = f"was killed by {signal.Signals(-status).name}"
+            how = f"was killed by {_signal_name(-status)}"
         else:
             how = f"exited with status {status}"
         return EngineDeadError(f"The engine core (pid {self.pid}) {how}.")
@@ -124,6 +124,13 @@ class _ParentsHandle(Generic[P]):
             self._launch_pipe_fd = None
             os.close(self._life_fd)
             self._page.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # Real-time signals have no names.
+        return f"signal {number}"
 
 
 class CoreHandle(_ParentsHandle[trio.Process]):

@@ -58,7 +58,7 @@ def link_of(engine: Engine) -> CoreLink:
     return engine._link
 
 
-def signal_core(engine: Engine, number: signal.Signals) -> None:
+def signal_core(engine: Engine, number: int) -> None:
     handle: Any = link_of(engine)._cores[0]
     os.kill(handle.pid, number)
 
@@ -158,6 +158,14 @@ async def test_the_cores_own_words_are_the_cause(model: str) -> None:
             await text_of(engine, "ab!")
         assert caught.value.cause is not None
         assert "Traceback" in caught.value.cause
+
+
+async def test_a_signal_without_a_name_kills_like_any_other(model: str) -> None:
+    """Health says so at once, and nothing else is raised."""
+    async with open_scripted(model) as engine:
+        signal_core(engine, signal.SIGRTMIN + 5)
+        error = await until_unhealthy(engine)
+        assert f"was killed by signal {signal.SIGRTMIN + 5}." in error.message
 
 
 async def test_an_exception_of_the_block_wins_over_the_death(model: str) -> None:
