@@ -8,6 +8,7 @@ import trio
 from hypercorn.typing import ASGIReceiveEvent, ASGISendEvent, HTTPScope
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from trioengine.config.server import ServerConfig
 from trioengine.server.app import create_app
 from trioengine.server.stream_body import PING_INTERVAL_S
 from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
@@ -198,6 +199,24 @@ async def test_a_closed_socket_ends_the_request(body: dict[str, Any], way: str) 
         client.reset() if way == "rst" else client.close()
         await left.wait()
     assert engine.num_aborted == 1
+
+
+async def test_a_client_that_does_not_read_loses_its_request() -> None:
+    """In the engine, too, once the write's deadline has passed; the server goes on."""
+    engine = FakeEngine(ScriptedReply(deltas=["x" * 1_000_000] * 20))
+    config = ServerConfig(port=0, write_timeout_s=0.1)
+    with trio.fail_after(20):
+        async with (
+            open_server(create_app(engine), config) as server,
+            open_raw_http(server.url, receive_buffer_bytes=65536) as client,
+            open_raw_http(server.url) as bystander,
+        ):
+            await client.send_request("POST", PATH, headers=JSON, body=json.dumps(STREAMED).encode())
+            while not engine.live:
+                await trio.lowlevel.checkpoint()
+            await engine.last_left.wait()
+            assert engine.num_aborted == 1
+            assert (await bystander.request("GET", "/health")).status == 200
 
 
 async def test_a_stream_arrives_in_chunks_through_the_real_server() -> None:
