@@ -63,6 +63,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    links = set(re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()))
+    pages = {page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").glob("*.md")}
+    assert pages - links == set()
+
+
 def test_every_environment_variable_is_in_the_how_to() -> None:
     names = {value for name, value in vars(env).items() if name.endswith("_VARIABLE")}
     assert names
