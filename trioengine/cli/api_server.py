@@ -53,6 +53,7 @@ class ApiServer:
             RequestError: one of `lora_modules` cannot be loaded.
         """
         from trioengine.server import create_app, open_responses, serve
+        from trioengine.server.responses import store_limits
 
         for module in self._config.lora_modules:
             name, _, folder = module.partition("=")
@@ -60,7 +61,7 @@ class ApiServer:
         stop = trio.Event()
         timeout_s = self._config.shutdown_timeout_s + LAST_EVENTS_TIMEOUT_S
         config = attrs.evolve(self._config, shutdown_timeout_s=timeout_s)
-        async with open_responses(stop=stop) as responses:
+        async with open_responses(store_limits(self._config), stop=stop) as responses:
             app = create_app(engine, self._config, shutdown=self._shutdown, stop=stop, responses=responses)
             async with trio.open_nursery() as watching:
                 watching.start_soon(self._watch_engine, engine)

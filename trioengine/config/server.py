@@ -179,6 +179,16 @@ class ServerConfig:
         validator=integer(1),
         metadata=documented("The largest request body. A larger one is answered with 413."),
     )
+    responses_ttl_s: float = attrs.field(
+        default=3600.0,
+        validator=number(0.0),
+        metadata=documented("Seconds after which the Responses API forgets a response that has ended. 0 keeps none."),
+    )
+    responses_max_bytes: int = attrs.field(
+        default=256 * 1024 * 1024,
+        validator=integer(0),
+        metadata=documented("The memory that kept responses may take, about. The oldest make room."),
+    )
     max_connections: int = attrs.field(
         default=4096,
         validator=integer(1),

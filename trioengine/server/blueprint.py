@@ -20,7 +20,7 @@ from trioengine.observability.prometheus import PrometheusStatLogger
 from trioengine.openai.openapi import Operation, openapi_document
 from trioengine.server.context import MetricsSource, ServerContext
 from trioengine.server.replies import error_response, json_response
-from trioengine.server.responses import Responses
+from trioengine.server.responses import Responses, store_limits
 from trioengine.server.routes.request import REQUEST_ID_HEADER, http_request_id, request_id_of_gate
 from trioengine.server.routes.table import ROUTES, Route
 from trioengine.server.websocket_routes import WebSocketRoutes, websocket_handlers
@@ -49,11 +49,14 @@ def openai_blueprint(
         shutdown: once it is set, new requests are refused with 503; those that run go on.
         stop: once it is set, those that run end with an error: an event in a stream, else 503.
         metrics: what `/metrics` shows. None takes the engine's own; where it counts nothing, there is no such route.
-        responses: of `open_responses`, which makes some in the background. None keeps responses, and makes none there.
+        responses: of `open_responses`, which makes some in the background. None keeps responses as the config says, and
+            makes none there.
     """
     config = ServerConfig() if config is None else config
     metrics = metrics or _own_metrics(engine)
-    context = ServerContext(engine, config, shutdown, stop, metrics, responses=responses or Responses())
+    context = ServerContext(
+        engine, config, shutdown, stop, metrics, responses=responses or Responses(store_limits(config))
+    )
     routes = offered_routes(
         enable_admin=config.enable_admin, has_metrics=metrics is not None, has_lora=engine.config.enable_lora
     )

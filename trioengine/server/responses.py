@@ -12,6 +12,7 @@ import attrs
 import trio
 
 from trioengine.client.interface import OutputStream
+from trioengine.config.server import ServerConfig
 from trioengine.errors import EngineClosedError, EngineGenerateError, RequestError
 from trioengine.openai.responses.events import Event, ResponseEvents
 from trioengine.openai.responses.items import Item
@@ -218,6 +219,11 @@ class Responses:
         self.store.delete(response.stored)
 
 
+def store_limits(config: ServerConfig) -> StoreLimits:
+    """How much this server keeps, and how long."""
+    return StoreLimits(max_bytes=config.responses_max_bytes, time_to_live_s=config.responses_ttl_s)
+
+
 @asynccontextmanager
 async def open_responses(
     limits: StoreLimits | None = None, *, stop: trio.Event | None = None
@@ -227,7 +233,7 @@ async def open_responses(
     Open it around the server. Leaving the block ends what runs; nothing that is stored outlives the process.
 
     Args:
-        limits: of what is stored.
+        limits: of what is stored; `store_limits` reads them from a `ServerConfig`.
         stop: once it is set, what runs fails with an error, and is told so.
     """
     responses = Responses(limits)

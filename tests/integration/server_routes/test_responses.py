@@ -19,7 +19,7 @@ from trioengine.config.server import ServerConfig
 from trioengine.errors import EngineClosedError, EngineDeadError, RequestError, UnavailableError
 from trioengine.openai.responses.store import StoreLimits
 from trioengine.server.app import create_app
-from trioengine.server.responses import Responses, open_responses
+from trioengine.server.responses import Responses, open_responses, store_limits
 from trioengine.testing.fake_engine import FakeEngine, ScriptedReply
 from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_engine
@@ -234,6 +234,23 @@ async def test_responses_are_forgotten(autojump_clock: MockClock) -> None:
         await client.create()
         await trio.sleep(200)
         assert len(client.responses.store) == 0
+
+
+@pytest.mark.parametrize("options", [{"responses_ttl_s": 0.0}, {"responses_max_bytes": 0}])
+async def test_an_operator_may_keep_nothing(options: dict[str, Any]) -> None:
+    """Of an application without `open_responses`, and of the background. What is streamed comes whole all the same."""
+    config = ServerConfig(**options)
+    async with open_responses(store_limits(config)) as responses:
+        for one in (None, responses):
+            app = create_app(FakeEngine(), config, responses=one)
+            client = Client(app, responses)
+            kept = await client.create()
+            await client.error("GET", f"/{kept['id']}")
+        if "responses_ttl_s" in options:
+            events: list[Any] = []
+            await client.stream(events, background=True)
+            assert events[-1]["type"] == "response.completed"
+        assert len(responses.store) == 0
 
 
 async def test_only_so_many_are_kept() -> None:

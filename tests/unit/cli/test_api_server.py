@@ -1,12 +1,18 @@
 """One process's server: what it does before it serves."""
 
 import socket
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 
+import trioengine.server
 from trioengine.cli.api_server import ApiServer, Serving
 from trioengine.config import EngineConfig, ServerConfig
 from trioengine.errors import ConfigError
+from trioengine.openai.responses.store import StoreLimits
+from trioengine.server import responses
+from trioengine.server.responses import Responses
 from trioengine.testing.fake_engine import FakeEngine
 from trioengine.types.messages import AddLoRA
 
@@ -23,6 +29,19 @@ async def test_adapters_to_begin_with_are_there_before_anybody_is_served() -> No
 
     await server.run(engine, [socket.create_server(("127.0.0.1", 0))], on_serving)
     assert found == [("sql", "/adapters/a=b"), ("polite", "/adapters/polite")]
+
+
+async def test_what_is_kept_of_responses_is_the_operators_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[StoreLimits | None] = []
+
+    def open_responses(of: StoreLimits | None = None, **options: Any) -> AbstractAsyncContextManager[Responses]:
+        limits.append(of)
+        return responses.open_responses(of, **options)
+
+    monkeypatch.setattr(trioengine.server, "open_responses", open_responses, raising=False)
+    server = ApiServer(ServerConfig(responses_ttl_s=5.0, responses_max_bytes=1000))
+    await server.run(FakeEngine(), [socket.create_server(("127.0.0.1", 0))], lambda _: server.drain())
+    assert limits == [StoreLimits(max_bytes=1000, time_to_live_s=5.0)]
 
 
 @pytest.mark.parametrize("value", ["sql", "=/adapters/sql", "sql="])

@@ -23,7 +23,7 @@ class StoreLimits:
     max_bytes: int = 256 * 1024 * 1024
     """An estimate of the memory that all of them take. What two responses share counts twice."""
     time_to_live_s: float = 3600.0
-    """Since a response ended."""
+    """Since a response ended. 0 keeps none."""
 
 
 @attrs.define(eq=False)
@@ -98,6 +98,7 @@ class ResponseStore:
         self._homes.update((item.id, response.id) for item in response.items)
         log_bytes = sum(len(event.data) + _EVENT_OVERHEAD_BYTES for event in response.log or ())
         self._grow(response, _num_bytes(response) + log_bytes - response.num_bytes)
+        self.forget_old(now_s)
 
     def get(self, response_id: str, owner: str, now_s: float, param: str = "response_id") -> StoredResponse:
         """The response with this id.

@@ -70,6 +70,17 @@ def test_what_has_ended_is_forgotten_after_a_while() -> None:
     assert len(store) == store.num_bytes == 0
 
 
+def test_a_store_may_keep_nothing() -> None:
+    """What runs is there as long as it runs."""
+    store = ResponseStore(StoreLimits(time_to_live_s=0.0))
+    running = make_response("a", text=None, is_logged=True)
+    store.add(running)
+    assert is_known(store, "a", now_s=5.0)
+    store.end(running, 6.0)
+    keep(store, make_response("b"), 7.0)
+    assert len(store) == store.num_bytes == 0
+
+
 def test_the_oldest_that_ended_make_room() -> None:
     """By their end, not by their beginning; what runs stays."""
     store = ResponseStore(StoreLimits(max_responses=3))
