@@ -1,7 +1,6 @@
 """Several API-server processes on one address, over the same cores: started, watched, drained, ended together."""
 
 import contextlib
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from trioengine.cli.api_server_process import DRAIN, ApiServerLaunch, read_repor
 from trioengine.client.cores import Attachment
 from trioengine.config import ServerConfig
 from trioengine.errors import ApiServerDiedError, EngineClosedError, EngineDeadError, TrioEngineError
+from trioengine.runtime.core_handle import describe_exit
 from trioengine.server.listeners import close_listeners
 
 END_GRACE_S = 5.0
@@ -112,7 +112,7 @@ class ApiServerGroup:
         if status == 0 and self._is_stopping:
             return
         if error is None:
-            error = ApiServerDiedError(f"API server {launch.index} (pid {process.pid}) {_describe(status)}.")
+            error = ApiServerDiedError(f"API server {launch.index} (pid {process.pid}) {describe_exit(status)}.")
         if isinstance(error, (EngineDeadError, EngineClosedError)):
             self._failure = self._failure or error
             self.drain()  # The others find out by themselves, and tell their clients.
@@ -163,7 +163,3 @@ class _ApiServerProcess:
             self._process.kill()
             await self._process.wait()
         self.stream.socket.close()
-
-
-def _describe(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -110,12 +110,7 @@ class _ParentsHandle(Generic[P]):
 
     def exit_error(self) -> EngineDeadError:
         """What a core that has exited leaves to say."""
-        status = self._process.returncode
-        if status is not None and status < 0:
-            how = f"was killed by {_signal_name(-status)}"
-        else:
-            how = f"exited with status {status}"
-        return EngineDeadError(f"The engine core (pid {self.pid}) {how}.")
+        return EngineDeadError(f"The engine core (pid {self.pid}) {describe_exit(self._process.returncode)}.")
 
     def close(self) -> None:
         """Give back the page and the pipe; a core that still runs ends itself then. May be called again."""
@@ -126,11 +121,14 @@ class _ParentsHandle(Generic[P]):
             self._page.close()
 
 
-def _signal_name(number: int) -> str:
+def describe_exit(status: int | None) -> str:
+    """How a process with this status has ended, as a predicate: "exited with status 1"."""
+    if status is None or status >= 0:
+        return f"exited with status {status}"
     try:
-        return signal.Signals(number).name
+        return f"was killed by {signal.Signals(-status).name}"
     except ValueError:  # Real-time signals have no names.
-        return f"signal {number}"
+        return f"was killed by signal {-status}"
 
 
 class CoreHandle(_ParentsHandle[trio.Process]):

@@ -96,7 +96,7 @@ def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPag
             if is_gone and not messages:
                 if mailbox.client == OWNER:
                     return
-                logger.warning("Front end %d is gone; its requests are dropped.", mailbox.client)
+                logger.info("Front end %d is gone; its requests are dropped.", mailbox.client)
                 mailboxes.remove(mailbox)
                 mailbox.socket.close()
                 core.drop_client(mailbox.client)
