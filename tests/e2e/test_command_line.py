@@ -116,6 +116,10 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     (wheel,) = wheels.glob("trioengine-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", installed, wheel], check=True, timeout=TIMEOUT_S)
     environment = {"PYTHONPATH": str(installed)}
+    # What the page brings of others comes with their licences.
+    vendored = {path.name for path in (ROOT / "web" / "vendor").iterdir()}
+    licences = {path.parent.name for path in installed.glob("*.dist-info/licenses/web/vendor/*/LICENSE.txt")}
+    assert licences == vendored
 
     program = (
         "import importlib.util, trioengine, trioengine_kernels, trioengine.server.page, trioengine.worker\n"
