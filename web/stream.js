@@ -5,6 +5,7 @@ const CREDITS = 64; // Chunks that may be on their way to us.
 const CREDITS_AT_ONCE = 16;
 const MIN_WAIT_MS = 500;
 const MAX_WAIT_MS = 15000;
+const CANCEL_TIMEOUT_MS = 5000;
 const CLOSE_POLICY = 1008;
 
 /** The connection ended before the request did. It may have had effects, so it is the user who repeats it. */
@@ -107,8 +108,16 @@ export class Connection {
       }
       this.#live.set(id, { resolve, reject, onStarted, onChunk, owed: 0 });
       this.#send({ type: "create", id, endpoint, body, credits: CREDITS });
-      signal.addEventListener("abort", () => this.#live.has(id) && this.#send({ type: "cancel", id }), { once: true });
+      signal.addEventListener("abort", () => this.#cancel(id), { once: true });
     });
+  }
+
+  /** The server ends it; where it says nothing, as when the network has gone without a word, it is over all the same. */
+  #cancel(id) {
+    const request = this.#live.get(id);
+    if (!request) return;
+    this.#send({ type: "cancel", id });
+    setTimeout(() => this.#live.delete(id) && request.reject(new ConnectionLostError()), CANCEL_TIMEOUT_MS);
   }
 
   /** A GET or other request over HTTP, with the key. */

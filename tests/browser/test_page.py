@@ -492,6 +492,31 @@ class _ScriptedSocket:
         socket.send(json.dumps(message))
 
 
+class _SilentSocket(_ScriptedSocket):
+    """A network that has gone without a word once the request was sent."""
+
+    def _receive(self, socket: WebSocketRoute, message: dict[str, Any]) -> None:
+        if message["type"] in ("hello", "create"):
+            super()._receive(socket, message)
+        else:
+            self.received.append(message)
+
+
+def test_stop_needs_no_network(watched: Watched, server: ScriptedServer) -> None:
+    page = watched.page
+    silent = _SilentSocket([], "stop")
+    page.route_web_socket("**/v1/stream", silent.serve)
+    page.clock.install()
+    watched.open(server.url)
+    watched.send("hello")
+    page.wait_for_function("document.querySelector('#send').textContent === 'Stop'")
+    page.press("#prompt", "Escape")
+    page.clock.fast_forward(6000)
+    expect(page.locator("article.assistant .note")).to_have_text("Stopped.")
+    expect(page.locator("#send")).to_have_text("Send")
+    assert [message["type"] for message in silent.received] == ["hello", "create", "cancel"]
+
+
 def test_reasoning_warnings_and_limits_are_shown(watched: Watched, server: ScriptedServer) -> None:
     page = watched.page
     deltas = [{"reasoning_content": "Let me "}, {"reasoning_content": "<b>see</b>."}, {"content": "Four."}]
