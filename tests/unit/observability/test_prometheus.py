@@ -188,7 +188,7 @@ def test_a_histogram_keeps_no_more_than_its_limit(batches: Sequence[Sequence[flo
     ]
 
 
-@few_examples
+@settings(max_examples=8)  # Each reads four pages.
 @given(iterations)
 def test_both_formats_and_other_registries_say_the_same(recorded: Sequence[IterationStats]) -> None:
     """The page is checked against prometheus-client's own writer, over a registry that the logger is put into."""
