@@ -32,6 +32,7 @@ MIN_BODY_BYTES_PER_S = 1024
 MAX_REQUEST_ID_BYTES = 128
 WEBSOCKET_REFUSED = 1008
 """Policy violation, as RFC 6455 has it."""
+GOING_AWAY = 1001
 REQUEST_ID = "request_id"
 """The key of a scope's `state` under which applications find the request's id."""
 
@@ -47,11 +48,12 @@ class Gate:
     A body that is too long, or too slow, cancels `app`; then 413 or 408 is sent, unless the response has begun.
     """
 
-    def __init__(self, app: ASGIFramework, config: ServerConfig, rules: AccessRules) -> None:
-        """Let through to `app` what `rules` and the limits in `config` allow."""
+    def __init__(self, app: ASGIFramework, config: ServerConfig, rules: AccessRules, shutdown: trio.Event) -> None:
+        """Let through to `app` what `rules` and the limits in `config` allow. After `shutdown` no key is waited for."""
         self._app = app
         self._config = config
         self._rules = rules
+        self._shutdown = shutdown
         self._root_path = config.root_path.rstrip("/")
         self._log = AccessLog(config.disable_access_log_for_endpoints) if config.access_log else None
 
@@ -112,7 +114,7 @@ class Gate:
             await passing.refuse(error)
             return
         has_key = caller.authorization is not None or not self._rules.needs_key
-        if has_key or await passing.receive_key(self._rules, self._config.header_timeout_s):
+        if has_key or await passing.receive_key(self._rules, self._config.header_timeout_s, self._shutdown):
             await self._app(scope, passing.receive, passing.send)
 
 
@@ -219,7 +221,7 @@ class _PassingWebSocket:
         self._first: ASGIReceiveEvent | None = None
         """The message with the key, where it says something else too."""
 
-    async def receive_key(self, rules: AccessRules, timeout_s: float) -> bool:
+    async def receive_key(self, rules: AccessRules, timeout_s: float, shutdown: trio.Event) -> bool:
         """Whether the first message has an `api_key`: a browser's WebSocket cannot send headers. Else closed.
 
         The WebSocket is accepted for that, so the application's own `websocket.accept` goes nowhere. `{"api_key": KEY}`
@@ -229,15 +231,20 @@ class _PassingWebSocket:
         await self._receive()
         await self._forward({"type": "websocket.accept", "subprotocol": None, "headers": []})
         message: ASGIReceiveEvent | None = None
-        with trio.move_on_after(timeout_s):
-            message = await self._receive()
+        with trio.move_on_after(timeout_s) as waiting:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_cancel_at, shutdown, waiting)
+                message = await self._receive()
+                nursery.cancel_scope.cancel()
         if message is not None and message["type"] == "websocket.receive":
             fields = _object_in(message.get("text") or "")
             key = fields.get("api_key")
             if isinstance(key, str) and rules.is_key(b"Bearer " + key.encode("utf-8", "replace")):
                 self._first = message if len(fields) > 1 else None
                 return True
-        if message is None or message["type"] != "websocket.disconnect":
+        if message is None and shutdown.is_set():
+            await self._send({"type": "websocket.close", "code": GOING_AWAY, "reason": "The server shuts down."})
+        elif message is None or message["type"] != "websocket.disconnect":
             reason = "The first message must be an object with an api_key of this server's."
             await self._send({"type": "websocket.close", "code": WEBSOCKET_REFUSED, "reason": reason})
         return False
@@ -288,6 +295,11 @@ class _PassingWebSocket:
             case _:
                 pass
         await self._send(message)
+
+
+async def _cancel_at(event: trio.Event, scope: trio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 def _object_in(text: str) -> dict[str, object]:

@@ -69,16 +69,17 @@ async def serve(
     try:
         _listen(sockets)
         rules = AccessRules(config, is_loopback=is_loopback(sockets))
+        shutdown = trio.Event() if shutdown is None else shutdown
         async with open_lifespan(app, config.shutdown_timeout_s) as state:
             service = Service(
-                app=ASGIWrapper(Gate(app, config, rules)),
+                app=ASGIWrapper(Gate(app, config, rules, shutdown)),
                 config=config,
                 tls=tls,
                 hypercorn_config=_hypercorn_config(config),
                 context=WorkerContext(max_requests=None),
                 state=state,
             )
-            await _Server(service, sockets).run(trio.Event() if shutdown is None else shutdown, task_status)
+            await _Server(service, sockets).run(shutdown, task_status)
     finally:
         close_listeners(sockets)
 

@@ -246,7 +246,7 @@ async def test_a_body_in_drops_gets_hardly_more_time_than_one_that_does_not_come
 
     scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": [], "client": None, "state": {}}
     server_config = config(body_timeout_s=9.5)
-    gate = Gate(echo, server_config, AccessRules(server_config, is_loopback=True))
+    gate = Gate(echo, server_config, AccessRules(server_config, is_loopback=True), trio.Event())
     started_s = trio.current_time()
     await gate(scope, receive, send)
     assert [message.get("status") for message in sent] == [408, None]

@@ -355,6 +355,14 @@ async def test_an_application_hears_of_the_end_at_once(end: str, code: int) -> N
 # The server's end
 
 
+async def test_a_server_that_shuts_down_waits_for_no_key() -> None:
+    config = ServerConfig(port=0, api_key=("k",), header_timeout_s=600, shutdown_timeout_s=600)
+    async with open_server(echo, config) as server, open_frames(server.url) as client:
+        server.shutdown.set()
+        assert (await client.receive_close()).code == 1001
+        await server.stopped.wait()
+
+
 async def test_a_server_that_shuts_down_says_1001() -> None:
     config = ServerConfig(port=0, shutdown_timeout_s=0.05)
     async with open_server(echo, config) as server, open_frames(server.url) as client:
