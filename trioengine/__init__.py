@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trioengine.types.output import CompletionOutput, FinishReason, RequestOutput
     from trioengine.types.params import RequestOutputKind, SamplingParams
     from trioengine.types.pooling import EncodeRequest, PoolingOutput, PoolingParams, TextPairPrompt
+    from trioengine.types.repetition import RepetitionDetectionParams
     from trioengine.types.request import ChatPrompt, Deadlines, GenerateRequest, TextPrompt, TokensPrompt
     from trioengine.types.structured import StructuredOutputsParams
 
@@ -56,6 +57,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -90,6 +92,7 @@ _HOMES = {
     "PoolingOutput": "types.pooling",
     "PoolingParams": "types.pooling",
     "PoolingRequestOutput": "client.llm_outputs",
+    "RepetitionDetectionParams": "types.repetition",
     "RequestOutput": "types.output",
     "RequestOutputKind": "types.params",
     "SamplingParams": "types.params",

@@ -144,8 +144,13 @@ class Request:
 
     @property
     def is_special(self) -> bool:
-        """Whether results of its steps may be something else than one token each."""
-        return self.grammar is not None or self.has_prompt_logprobs or self.pooling is not None
+        """Whether results of its steps may be something else than one token each, or each token must be looked at."""
+        return (
+            self.grammar is not None
+            or self.has_prompt_logprobs
+            or self.pooling is not None
+            or self.sampling.repetition_detection is not None
+        )
 
     @property
     def waits_for_first_step(self) -> bool:
@@ -184,8 +189,8 @@ class Request:
     def stop_after(self, token: int) -> Finished | None:
         """How the request ends with this token, its newest; None when it goes on.
 
-        The end-of-text token comes before stop tokens, and both before the limits. Neither counts unless `min_tokens`
-        tokens came before it: until then the executor does not sample them.
+        The end-of-text token comes before stop tokens, both before the limits, and those before a repetition. Neither
+        token counts unless `min_tokens` tokens came before it: until then the executor does not sample them.
         """
         if self.num_generated_tokens > self.sampling.min_tokens:
             if token in self.eos_token_ids:
@@ -194,7 +199,11 @@ class Request:
                 return Finished(self.slot, FinishReason.STOP, stop_token_id=token)
         if len(self.token_ids) >= self.max_total_tokens:
             return Finished(self.slot, FinishReason.LENGTH)
-        return None
+        repetition = self.sampling.repetition_detection
+        if repetition is None or self.num_generated_tokens < self.sampling.min_tokens:
+            return None
+        repeats = repetition.ends(self.token_ids, self.num_prompt_tokens)
+        return Finished(self.slot, FinishReason.REPETITION) if repeats else None
 
     def unsent_prompt_logprobs(self, part: Sequence[TokenLogprobs]) -> Sequence[TokenLogprobs]:
         """Of the next part of the prompt's log probabilities, those that were not sent before a preemption."""

@@ -112,7 +112,7 @@ class RequestState:
         rest, stop = self._flush()
         self._sink = None
         parts.append(rest)
-        reason, stop_reason = (finished.reason, finished.stop_token_id) if stop is None else (FinishReason.STOP, stop)
+        reason, stop_reason = (FinishReason.STOP, stop) if stop is not None else _ending(finished)
         sink.put("".join(parts), token_ids, reason, stop_reason, logprobs)
         return False
 
@@ -173,3 +173,9 @@ class RequestState:
         if result.matched is not None:
             return result.emit, self._stops[result.matched]
         return result.emit + self._stop_matcher.flush(), None
+
+
+def _ending(finished: Finished) -> tuple[FinishReason, int | str | None]:
+    """Why the core ended it, and what is known besides, in vLLM's words."""
+    is_repetition = finished.reason is FinishReason.REPETITION
+    return finished.reason, "repetition_detected" if is_repetition else finished.stop_token_id

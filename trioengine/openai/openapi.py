@@ -27,6 +27,7 @@ from trioengine.types.params import (
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_TOP_K,
+    UNSUPPORTED_FIELDS,
     SamplingParams,
 )
 
@@ -253,7 +254,7 @@ _SCALARS: Mapping[Any, str] = {
 }
 
 _NOT_OF_BODIES = frozenset({"sampling", "unknown_fields", "given_fields", "detokenize", "output_kind"})
-_NOT_OFFERED = frozenset({"prompt_logprobs", "logits_processors", "extra_args"})
+_NOT_OFFERED = frozenset({"prompt_logprobs", "logits_processors", "extra_args", *UNSUPPORTED_FIELDS})
 
 
 def _texts(max_items: int, max_chars: int) -> Schema:

@@ -20,7 +20,7 @@ from trioengine.errors import RequestError
 from trioengine.openai.json_body import field_path, parse_object
 from trioengine.openai.structured_fields import STRUCTURED_FIELDS
 from trioengine.types.codec import make_strict_converter
-from trioengine.types.params import SamplingParams
+from trioengine.types.params import UNSUPPORTED_FIELDS, SamplingParams
 
 T = TypeVar("T")
 
@@ -69,6 +69,7 @@ NEUTRAL: Neutral = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "use_beam_search": (False,),
+    **dict.fromkeys(UNSUPPORTED_FIELDS, ([], 0)),
 }
 """Of both kinds of request."""
 

@@ -7,12 +7,14 @@ import attrs
 
 
 class FinishReason(enum.StrEnum):
-    """Why an output ended, in OpenAI's words."""
+    """Why an output ended, in OpenAI's words and vLLM's."""
 
     STOP = "stop"
     """The model's end token, a stop token or a stop string (`stop_reason` tells which)."""
     LENGTH = "length"
     """`max_tokens`, or the end of the context."""
+    REPETITION = "repetition"
+    """It repeated itself as often as `SamplingParams.repetition_detection` says."""
     ABORT = "abort"
     """The client, or a shutdown."""
 
@@ -66,7 +68,8 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token's id or the stop string; None for the model's own end token and for other reasons."""
+    """The stop token's id or the stop string, or "repetition_detected"; None for the model's own end token and for
+    other reasons."""
     logprobs: tuple[PositionLogprobs, ...] | None = None
     """One for each of `token_ids`; None where none were asked for."""
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import attrs
 
 from trioengine.errors import RequestError
+from trioengine.types.repetition import RepetitionDetectionParams
 from trioengine.types.structured import StructuredOutputsParams
 
 T = TypeVar("T")
@@ -29,6 +30,15 @@ MAX_LOGITS_PROCESSOR_CHARS = 64 * 1024
 MAX_EXTRA_ARGS = 64
 MAX_EXTRA_ARGS_CHARS = 64 * 1024
 """Of all names and values together, as JSON."""
+
+UNSUPPORTED_FIELDS: Mapping[str, str] = {
+    "logprob_token_ids": "logprobs=-1 has all tokens",
+    "prompt_logprob_token_ids": "prompt_logprobs=-1 has all tokens",
+    "prompt_logprob_start": "prompt_logprobs begin with the prompt",
+    "trace_decode_token_ids": "prompt_logprobs score tokens that are known",
+    "routed_experts_prompt_start": "it does not tell which experts computed a token",
+}
+"""Fields of vLLM's that must ask for nothing -> why: null, no ids, or 0."""
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -53,6 +63,11 @@ def _tuple(values: Iterable[T] | None) -> tuple[T, ...]:
 def _optional_tuple(values: Iterable[T] | None) -> tuple[T, ...] | None:
     """What is no list is left to `validate`."""
     return tuple(values) if isinstance(values, Iterable) else values
+
+
+def _token_ids(values: Iterable[int] | None) -> tuple[int, ...] | None:
+    """No ids ask for nothing."""
+    return _optional_tuple(values) or None
 
 
 def _seed(seed: int | None) -> int | None:
@@ -179,6 +194,15 @@ class SamplingParams:
     """Accepted for vLLM's sake: log probabilities have one form here, a sequence of mappings."""
     skip_clone: bool = False
     """Accepted for vLLM's sake: parameters are values, which nobody copies."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """Ends an answer that repeats itself, once `min_tokens` are there, with `FinishReason.REPETITION`; None never
+    does."""
+    logprob_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_token_ids)
+    """This and the next ones are vLLM's, and accepted only where they ask for nothing (`UNSUPPORTED_FIELDS`)."""
+    prompt_logprob_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_token_ids)
+    prompt_logprob_start: int | None = None
+    trace_decode_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_token_ids)
+    routed_experts_prompt_start: int = 0
 
     @property
     def is_greedy(self) -> bool:
@@ -223,6 +247,11 @@ class SamplingParams:
         self._validate_extra_args()
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
+        if self.repetition_detection is not None:
+            self.repetition_detection.validate()
+        for name, reason in UNSUPPORTED_FIELDS.items():
+            if getattr(self, name):
+                raise RequestError(f"{name} is not supported by this engine: {reason}.", param=name)
         for token_id, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
@@ -241,6 +270,12 @@ class SamplingParams:
         self._validate_allowed_token_ids()
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RequestError("structured_outputs must be a StructuredOutputsParams.", param="structured_outputs")
+        if self.repetition_detection is not None and not isinstance(  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.repetition_detection, RepetitionDetectionParams
+        ):
+            raise RequestError(
+                "repetition_detection must be a RepetitionDetectionParams.", param="repetition_detection"
+            )
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RequestError("logit_bias must be a mapping from token ids to numbers.", param="logit_bias")
         for token_id, bias in (self.logit_bias or {}).items():

@@ -39,6 +39,7 @@ from trioengine.types.messages import (
 )
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
+from trioengine.types.repetition import RepetitionDetectionParams
 from trioengine.types.request import KVHints
 from trioengine.types.structured import StructuredOutputsParams
 
@@ -70,6 +71,23 @@ def test_a_request_ends_at_end_of_text_or_a_stop_token(end: int, stop_token_id: 
     assert answer.tokens == [5, 6, end]
     assert answer.finished == Finished(0, FinishReason.STOP, stop_token_id=stop_token_id)
     assert len([plan for plan in driver.plans if plan.scheduled]) == 3
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_that_repeats_itself_ends_and_its_neighbour_goes_on(async_scheduling: bool) -> None:
+    """The last token of the repetition is part of its tokens; one with the same tokens that did not ask goes on."""
+    tokens = (5, 6, 7, 6, 7, 6, 7, 8)
+    config = attrs.evolve(make_core_config(), async_scheduling=async_scheduling)
+    driver = CoreDriver(config, scripts={(1, 2): tokens, (1, 3): tokens})
+    repetition = RepetitionDetectionParams(max_pattern_size=3, min_count=3)
+    sampling = SamplingParams(max_tokens=8, repetition_detection=repetition)
+    answer = driver.add(make_core_request(0, (1, 2), sampling=sampling))
+    neighbour = driver.add(make_core_request(1, (1, 3), max_tokens=8))
+    driver.run()
+    assert answer.tokens == [5, 6, 7, 6, 7, 6, 7]
+    assert answer.finished == Finished(0, FinishReason.REPETITION)
+    assert neighbour.tokens == [*tokens]
+    assert neighbour.finished == Finished(1, FinishReason.LENGTH)
 
 
 def test_min_tokens_reach_the_executor() -> None:

@@ -12,6 +12,7 @@ from trioengine.testing.core_driver import make_core_config, make_core_request
 from trioengine.types.messages import EngineCoreRequest, Finished
 from trioengine.types.output import FinishReason
 from trioengine.types.params import SamplingParams
+from trioengine.types.repetition import RepetitionDetectionParams
 
 
 def make(message: EngineCoreRequest) -> Request:
@@ -94,6 +95,27 @@ def test_how_a_request_ends(generated: list[int], finished: Finished | None) -> 
     """End of text, then stop tokens, then the limit; no stop before min_tokens (2) tokens came before."""
     sampling = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=(8, 9))
     request = make(make_core_request(sampling=sampling, eos_token_ids=(9,)))
+    request.token_ids.extend(generated)
+    assert request.stop_after(generated[-1]) == finished
+
+
+@pytest.mark.parametrize(
+    ("generated", "finished"),
+    [
+        ([1, 2, 1, 2], None),
+        ([1, 2, 1, 2, 1, 2], Finished(0, FinishReason.REPETITION)),
+        ([1, 1, 1, 1], Finished(0, FinishReason.REPETITION)),
+        ([1, 1, 1], None),
+        ([1, 2, 1, 2, 1, 8], Finished(0, STOP, stop_token_id=8)),
+        ([3, 4, 5, 6, 7, 6, 7, 6, 7], Finished(0, LENGTH)),
+    ],
+)
+def test_an_answer_that_repeats_itself_ends(generated: list[int], finished: Finished | None) -> None:
+    """Three times the same one or two tokens, not counting the prompt's, nor before min_tokens (4) are there; a stop
+    token and the limit come first."""
+    repetition = RepetitionDetectionParams(max_pattern_size=2, min_count=3)
+    sampling = SamplingParams(max_tokens=9, min_tokens=4, stop_token_ids=(8,), repetition_detection=repetition)
+    request = make(make_core_request(prompt=(1, 2, 1, 2), sampling=sampling))
     request.token_ids.extend(generated)
     assert request.stop_after(generated[-1]) == finished
 

@@ -255,6 +255,16 @@ def test_an_end_tokens_text_is_shown_when_asked_for() -> None:
     assert sink.text == "XSTOP"
 
 
+def test_an_answer_that_repeated_itself_says_so_and_hides_nothing() -> None:
+    state, sink = start(stopping("STOP"))
+    state.receive(ids("XXX"), finished(FinishReason.REPETITION))
+    assert (sink.text, sink.finish_reason, sink.stop_reason) == (
+        "XXX",
+        FinishReason.REPETITION,
+        "repetition_detected",
+    )
+
+
 def test_an_end_without_an_end_token_hides_nothing() -> None:
     """As where the form of the answer is complete."""
     state, sink = start()

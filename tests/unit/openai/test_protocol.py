@@ -11,6 +11,7 @@ from trioengine.errors import RequestError
 from trioengine.openai.chat_protocol import Role, parse_chat_request
 from trioengine.openai.completion_protocol import parse_completion_request
 from trioengine.types.params import SamplingParams
+from trioengine.types.repetition import RepetitionDetectionParams
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -56,6 +57,12 @@ def test_every_sampling_field_is_taken() -> None:
     assert request.sampling == expected
 
 
+def test_a_repetition_is_described_by_an_object() -> None:
+    """As vLLM takes it; what is left out has vLLM's default."""
+    request = parse_chat_request(chat(repetition_detection={"max_pattern_size": 20, "min_count": 3}))
+    assert request.sampling.repetition_detection == RepetitionDetectionParams(max_pattern_size=20, min_count=3)
+
+
 def test_null_is_the_same_as_leaving_a_field_out() -> None:
     """SDKs send null for what was not set."""
     names = ["temperature", "top_p", "max_tokens", "stop", "stream", "stream_options", "n", "logit_bias", "seed"]
@@ -97,6 +104,8 @@ def test_null_is_the_same_as_leaving_a_field_out() -> None:
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"model": 5}, "model"),
         ({"n": "1"}, "n"),
+        ({"repetition_detection": 3}, "repetition_detection"),
+        ({"repetition_detection": {"min_count": "3"}}, "repetition_detection.min_count"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named_and_never_coerced(fields: dict[str, object], path: str) -> None:
@@ -146,6 +155,11 @@ def test_the_number_of_answers_is_the_samplings(n: int) -> None:
         {"echo": True},
         {"add_special_tokens": True},
         {"modalities": ["text", "audio"]},
+        {"logprob_token_ids": [5]},
+        {"prompt_logprob_token_ids": [5]},
+        {"prompt_logprob_start": 1},
+        {"trace_decode_token_ids": [5]},
+        {"routed_experts_prompt_start": 1},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -166,6 +180,11 @@ def test_neutral_values_of_unsupported_fields_are_fine() -> None:
         "add_special_tokens": False,
         "best_of": 1,
         "modalities": ["text"],
+        "logprob_token_ids": [],
+        "prompt_logprob_token_ids": None,
+        "prompt_logprob_start": 0,
+        "trace_decode_token_ids": [],
+        "routed_experts_prompt_start": 0,
     }
     assert parse_chat_request(chat(**neutral)) == parse_chat_request(chat())
 

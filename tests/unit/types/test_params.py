@@ -26,6 +26,7 @@ from trioengine.types.params import (
     RequestOutputKind,
     SamplingParams,
 )
+from trioengine.types.repetition import MAX_PATTERN_SIZE, RepetitionDetectionParams
 from trioengine.types.structured import StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
@@ -59,6 +60,12 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("skip_clone", [True, False]),
     ("extra_args", [None, {}, {"a": 5, "b": "text", "c": {"d": [None, 1.5]}, "e": '{"f": 1}'}]),
     ("logits_processors", [None, {}, {"a": {}}, {"a": {"x": [1, None]}, "b": '{"y": 2.5}'}]),
+    ("repetition_detection", [None, RepetitionDetectionParams(), RepetitionDetectionParams(MAX_PATTERN_SIZE, 0, 2)]),
+    ("logprob_token_ids", [None, [], ()]),
+    ("prompt_logprob_token_ids", [None, []]),
+    ("prompt_logprob_start", [None, 0]),
+    ("trace_decode_token_ids", [None, []]),
+    ("routed_experts_prompt_start", [0]),
 ]
 
 REFUSED: list[tuple[str, list[Any]]] = [
@@ -96,6 +103,12 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("extra_args", ["a", [], 5, {"\ud800": 1}, {str(n): 1 for n in range(MAX_EXTRA_ARGS + 1)}]),
     ("extra_args", [{"a": "x" * MAX_EXTRA_ARGS_CHARS}]),
     ("logits_processors", ["a", [], 5, {"\ud800": {}}, {str(n): {} for n in range(MAX_LOGITS_PROCESSORS + 1)}]),
+    ("repetition_detection", [{"min_count": 2}, 5, True]),
+    ("logprob_token_ids", [[5], (5, 6), 5]),
+    ("prompt_logprob_token_ids", [[5], [[5]], "5"]),
+    ("prompt_logprob_start", [1, -1, 0.0, False]),
+    ("trace_decode_token_ids", [[5]]),
+    ("routed_experts_prompt_start", [1, None, False]),
 ]
 
 
@@ -210,6 +223,26 @@ def test_the_form_of_the_answer_is_checked_too() -> None:
 
 def test_arguments_of_logits_processors_are_kept_as_json() -> None:
     assert SamplingParams(logits_processors={"a": {"x": 1}}) == SamplingParams(logits_processors={"a": '{"x": 1}'})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_pattern_size", -1),
+        ("max_pattern_size", MAX_PATTERN_SIZE + 1),
+        ("max_pattern_size", True),
+        ("min_pattern_size", 6),
+        ("min_pattern_size", -1),
+        ("min_count", 1),
+        ("min_count", 2.0),
+        ("min_count", 2**31),
+    ],
+)
+def test_a_repetition_that_cannot_be_looked_for_is_refused_by_its_path(field: str, value: Any) -> None:
+    fields = {"max_pattern_size": 5, "min_pattern_size": 1, "min_count": 3, field: value}
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(repetition_detection=RepetitionDetectionParams(**fields)).validate()
+    assert caught.value.param == f"repetition_detection.{field}"
 
 
 def test_greedy_is_temperature_or_top_p_zero() -> None:

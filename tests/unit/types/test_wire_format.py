@@ -80,6 +80,7 @@ from trioengine.types.messages import (
 from trioengine.types.output import FinishReason
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.pooling import PoolingFacts, PoolingParams, PoolingTask, PoolingType
+from trioengine.types.repetition import RepetitionDetectionParams
 from trioengine.types.request import KVHints
 from trioengine.types.structured import StructuredOutputsParams
 
@@ -119,6 +120,12 @@ SAMPLING = SamplingParams(
     stream_interval=4,
     flat_logprobs=True,
     skip_clone=True,
+    repetition_detection=RepetitionDetectionParams(max_pattern_size=20, min_pattern_size=2, min_count=3),
+    logprob_token_ids=(5,),
+    prompt_logprob_token_ids=(6,),
+    prompt_logprob_start=1,
+    trace_decode_token_ids=(7,),
+    routed_experts_prompt_start=2,
 )
 LOGPROBS = LogprobColumns(
     slots=b"\1\0\0\0",

@@ -355,6 +355,9 @@ class ResponseEvents:
             case FinishReason.LENGTH:
                 status, name, item_status = ResponseStatus.INCOMPLETE, b"response.incomplete", ItemStatus.INCOMPLETE
                 self._incomplete = {"reason": "max_output_tokens"}
+            case FinishReason.REPETITION:
+                # OpenAI's words for the reason have none for it.
+                status, name, item_status = ResponseStatus.INCOMPLETE, b"response.incomplete", ItemStatus.INCOMPLETE
             case _:
                 status, name, item_status = ResponseStatus.CANCELLED, b"response.incomplete", ItemStatus.INCOMPLETE
         if self._logprobs and not self._after_call and isinstance(self._open, _OpenMessage):

@@ -153,7 +153,7 @@ ANSWERS = st.lists(PARTS, max_size=8).map("".join)
     st.booleans(),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+    st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION]),
 )
 def test_the_joined_events_are_the_whole_response(
     text: str,
