@@ -15,7 +15,7 @@ from trioengine.client.interface import EngineClient
 from trioengine.client.remote import RemoteEngine, open_remote
 from trioengine.config.server import ServerConfig
 from trioengine.core.engine_core import EngineCore
-from trioengine.errors import PeerUnreachableError
+from trioengine.errors import AuthenticationError, PeerUnreachableError
 from trioengine.server.app import create_app
 from trioengine.server.serving import serve
 from trioengine.server.ws_endpoint import serve_stream
@@ -104,6 +104,24 @@ async def test_over_tls(server: str, certificate: Path) -> None:
         with pytest.raises(PeerUnreachableError):
             async with open_remote(url):
                 pass
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_only_with_the_key(server: str) -> None:
+    config = ServerConfig(port=0, api_key=("the-key",))
+    async with open_scripted_engine(Script()) as scripted, trio.open_nursery() as nursery:
+        if server == "serve":
+            run = functools.partial(serve, create_app(scripted.engine, config), config)
+        else:
+            run = functools.partial(serve_stream, scripted.engine, config)
+        (url,) = await nursery.start(run)
+        async with open_remote(url, "the-key") as remote:
+            assert await Subject(remote, remote).outputs()
+        for key in ("wrong", None):
+            with pytest.raises(AuthenticationError):
+                async with open_remote(url, key):
+                    pass
         nursery.cancel_scope.cancel()
 
 
