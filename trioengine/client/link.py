@@ -224,6 +224,12 @@ class CoreLink:
             message = decode(data)
         except CodecError as error:
             logger.warning("Ignored a message: %s", error)
+            if core not in self._readies:
+                # It is nobody else's: only a core has the identity of one. Another version would never become ready.
+                self._last_words[core] = EngineStartError(
+                    f"The engine core of rank {self._ranks[core]} cannot be understood. Is it of another version?"
+                )
+                self._startup_changed.set()
             return
         match message:
             case StepOutput() | Reply():

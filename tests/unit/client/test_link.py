@@ -4,11 +4,15 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from trioengine.client.link import CoreLink, LinkClient
 from trioengine.client.remote_core import ANSWER_TIMEOUT_S, RemoteCore
-from trioengine.errors import DeadlineExceededError, EngineDeadError
+from trioengine.errors import DeadlineExceededError, EngineDeadError, EngineStartError
+from trioengine.frontend.frontend import Frontend
 from trioengine.observability.stats import IterationStats
+from trioengine.testing.memory_link import MemoryRouter
 from trioengine.testing.scripted_core import Script
-from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_engine
+from trioengine.testing.scripted_engine import FakeCoreHandle, ScriptedEngine, open_scripted_engine
+from trioengine.transport.topology import core_identity
 from trioengine.types.codec import error_to_data
 from trioengine.types.messages import EngineDead, GetLoad
 from trioengine.types.params import RequestOutputKind, SamplingParams
@@ -150,3 +154,17 @@ async def test_a_remote_core_is_well_while_it_answers(autojump_clock: MockClock)
     core.note_gone()
     await core.wait()
     assert "no longer connected" in str(core.trouble())
+
+
+async def test_a_core_that_cannot_be_understood_is_not_waited_for(autojump_clock: MockClock) -> None:
+    """One of another version would be ready without anybody knowing."""
+    router = MemoryRouter()
+    link = CoreLink(router, {3: FakeCoreHandle()}, LinkClient(Frontend(clock=trio.current_time)))
+    started_s = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        link.start(nursery)
+        router.deliver([core_identity(3), b"ready, says another version"])
+        with pytest.raises(EngineStartError, match="rank 3 .* another version"):
+            await link.wait_ready(lambda _stage, _fraction: None, timeout_s=600)
+        nursery.cancel_scope.cancel()
+    assert trio.current_time() == started_s
