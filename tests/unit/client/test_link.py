@@ -164,7 +164,7 @@ async def test_a_core_that_cannot_be_understood_is_not_waited_for(autojump_clock
     async with trio.open_nursery() as nursery:
         link.start(nursery)
         router.deliver([core_identity(3), b"ready, says another version"])
-        with pytest.raises(EngineStartError, match="rank 3 .* another version"):
+        with pytest.raises(EngineStartError, match=r"rank 3 .* another version"):
             await link.wait_ready(lambda _stage, _fraction: None, timeout_s=600)
         nursery.cancel_scope.cancel()
     assert trio.current_time() == started_s
