@@ -152,7 +152,8 @@ class SequenceFailure:
 
 @attrs.frozen
 class TokenLogprobs:
-    """Log probabilities at one token's place: of the token, then of the most likely ones in their order."""
+    """Log probabilities at one token's place: of the token, then of the most likely ones in their order, or of
+    `SamplingParams.logprob_token_ids`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]

@@ -246,6 +246,7 @@ def make_request(
     if not 0 <= message.seed < 2**64:
         raise RequestError("seed must be an unsigned 64-bit integer.", param="seed")
     _check_in_vocabulary("allowed_token_ids", frozenset(sampling.allowed_token_ids or ()), config)
+    _check_in_vocabulary("logprob_token_ids", frozenset(sampling.logprob_token_ids or ()), config)
     max_tokens = config.max_model_len if sampling.max_tokens is None else sampling.max_tokens
     has_priorities = config.scheduling_policy is SchedulingPolicy.PRIORITY
     hints = message.kv_hints or KVHints()

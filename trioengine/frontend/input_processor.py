@@ -228,6 +228,8 @@ class InputProcessor:
             self._check_in_vocabulary(token_id, f"stop_token_ids[{position}]")
         for position, token_id in enumerate(sampling.allowed_token_ids or ()):
             self._check_in_vocabulary(token_id, f"allowed_token_ids[{position}]")
+        for position, token_id in enumerate(sampling.logprob_token_ids or ()):
+            self._check_in_vocabulary(token_id, f"logprob_token_ids[{position}]")
         for token_id in sampling.logit_bias or ():
             self._check_in_vocabulary(token_id, f"logit_bias[{token_id}]")
 
@@ -245,6 +247,12 @@ class InputProcessor:
                     f"{vocab_size if limit == -1 else limit}.",
                     param=name,
                 )
+        num_ids = len(sampling.logprob_token_ids or ())
+        if limit != -1 and num_ids > limit:
+            raise RequestError(
+                f"logprob_token_ids has {num_ids}, which is more than max_logprobs allows: {limit}.",
+                param="logprob_token_ids",
+            )
 
 
 def _fit_max_tokens(sampling: SamplingParams, num_left: int) -> tuple[SamplingParams, tuple[str, ...]]:

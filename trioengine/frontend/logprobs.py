@@ -12,7 +12,7 @@ from trioengine.types.output import Logprob, PositionLogprobs
 
 @attrs.frozen
 class LogprobEntry:
-    """Log probabilities at the place of one token: the token's, then the most likely ones'."""
+    """Log probabilities at the place of one token: the token's, then the most likely ones', or those of other ids."""
 
     rank: int
     """Of the token."""
@@ -21,8 +21,8 @@ class LogprobEntry:
     logprobs: bytes
     """float32, one per pair."""
 
-    def to_position(self, tokenizer: Tokenizer) -> PositionLogprobs:
-        """The values, with the bytes of the tokens."""
+    def to_position(self, tokenizer: Tokenizer, *, has_ranks: bool = True) -> PositionLogprobs:
+        """The values, with the bytes of the tokens. `has_ranks`: those behind the first are the most likely ones."""
         token_ids = unpack_int32(self.token_ids)
         logprobs = memoryview(self.logprobs).cast("f")
         chosen = Logprob(token_ids[0], logprobs[0], self.rank, tokenizer.token_bytes(token_ids[0]))
@@ -31,7 +31,7 @@ class LogprobEntry:
             token_id, logprob = token_ids[place], logprobs[place]
             # Equals share the best place.
             rank = top[-1].rank if top and top[-1].logprob == logprob else place
-            top.append(Logprob(token_id, logprob, rank, tokenizer.token_bytes(token_id)))
+            top.append(Logprob(token_id, logprob, rank if has_ranks else 0, tokenizer.token_bytes(token_id)))
         return PositionLogprobs(chosen, tuple(top))
 
 

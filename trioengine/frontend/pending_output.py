@@ -223,7 +223,8 @@ class OutputBuilder:
             self._prompt_logprobs = _positions(self._processed, pending.prompt_logprobs or ())
 
     def _next_logprobs(self, pending: PendingOutput) -> tuple[PositionLogprobs, ...]:
-        new = [entry.to_position(self._processed.tokenizer) for entry in pending.logprobs or ()]
+        has_ranks = self._processed.sampling.logprob_token_ids is None
+        new = [entry.to_position(self._processed.tokenizer, has_ranks=has_ranks) for entry in pending.logprobs or ()]
         if not self._is_cumulative:
             return tuple(new)
         self._logprobs.extend(new)

@@ -209,6 +209,8 @@ def _num_logprobs(request: ChatCompletionRequest) -> int | None:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     if request.top_logprobs is not None and request.top_logprobs < 0:
         raise RequestError("top_logprobs must be at least 0.", param="top_logprobs")
+    if request.sampling.logprob_token_ids is not None and not request.logprobs:
+        raise RequestError("logprob_token_ids needs logprobs to be true.", param="logprob_token_ids")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 

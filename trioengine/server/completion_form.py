@@ -16,7 +16,7 @@ def completion_form(context: ServerContext, body: CompletionRequest) -> Completi
         n=sampling.n,
         include_usage=bool(body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options.continuous_usage_stats),
-        logprobs=sampling.logprobs,
+        logprobs=sampling.logprobs if sampling.logprob_token_ids is None else len(sampling.logprob_token_ids),
         echoes=echoes,
         token_bytes=context.engine.tokenizer.token_bytes if body.echo else None,
     )

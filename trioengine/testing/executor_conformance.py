@@ -614,6 +614,27 @@ def check_logprobs_are_of_each_new_token(subject: Subject) -> None:
             session.take_in(ids, result)
 
 
+def check_logprobs_are_of_the_tokens_that_are_listed(subject: Subject) -> None:
+    """In their order and beside the token's own, the same as among all; others in the step have theirs."""
+    prompt, listed = subject.prompt(4), [7, 3, subject.vocab_size - 1, 7]
+    listing = attrs.evolve(RANDOM, logprobs=5, logprob_token_ids=listed)
+    with _session(subject) as session:
+        ids = [
+            session.add(prompt, sampling=sampling, seed=5)
+            for sampling in (attrs.evolve(RANDOM, logprobs=-1), listing, attrs.evolve(GREEDY, logprobs=2))
+        ]
+        for _ in range(2):
+            result = session.run(session.plan(dict.fromkeys(ids)))
+            (everything,), (found,), (top,) = (result.logprobs[index] for index in range(3))
+            assert found.token_ids == [everything.token_ids[0], *listed]
+            assert (found.logprobs[0], found.rank) == (everything.logprobs[0], everything.rank)
+            by_id = dict(zip(everything.token_ids, everything.logprobs, strict=True))
+            for token_id, logprob in zip(listed, found.logprobs[1:], strict=True):
+                assert math.isclose(logprob, by_id[token_id], rel_tol=1e-4, abs_tol=1e-4)
+            _check_logprobs(top, result.tokens[2], 2)
+            session.take_in(ids, result)
+
+
 def check_logprobs_come_with_drafts(subject: Subject) -> None:
     """One for each new token, accepted drafts included, as without drafts."""
     prompt = subject.prompt(4)
@@ -715,6 +736,7 @@ SAMPLING_CHECKS: Sequence[Check] = (
     check_only_allowed_tokens_are_sampled,
     check_rules_count_drafts,
     check_logprobs_are_of_each_new_token,
+    check_logprobs_are_of_the_tokens_that_are_listed,
     check_logprobs_come_with_drafts,
     check_logprobs_are_numbers,
     check_prompt_logprobs_are_of_the_prompts_tokens,

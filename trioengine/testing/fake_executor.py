@@ -500,7 +500,9 @@ class FakeExecutor:
                 break
             sequence.token_ids.append(token)
             if sampling.logprobs is not None:
-                logprobs.append(_logprobs(entry, seed, token, sampling.logprobs, self._vocab_size))
+                logprobs.append(
+                    _logprobs(entry, seed, token, sampling.logprobs, self._vocab_size, sampling.logprob_token_ids)
+                )
             if row == num_drafts or token != work.draft_token_ids[row]:
                 sequence.num_computed_tokens -= num_drafts - row
                 _set(result.num_accepted, index, row)
@@ -589,10 +591,14 @@ def _best(entry: int, seed: int, vocab_size: int) -> int:
     return (_next_entry(_next_entry(entry, seed), 0) >> 32) % vocab_size
 
 
-def _logprobs(entry: int, seed: int, token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+def _logprobs(
+    entry: int, seed: int, token: int, num_top: int, vocab_size: int, listed: Sequence[int] | None = None
+) -> TokenLogprobs:
     """Each token is half as likely as the one before it, the best one first."""
     best = _best(entry, seed, vocab_size)
-    places = range(vocab_size if num_top == -1 else num_top)
+    places: Sequence[int] = range(vocab_size if num_top == -1 else num_top)
+    if listed:
+        places = [(token_id - best) % vocab_size for token_id in listed]
     rank = (token - best) % vocab_size + 1
     token_ids = [token, *((best + place) % vocab_size for place in places)]
     return TokenLogprobs(token_ids, [-rank * _STEP, *(-(place + 1) * _STEP for place in places)], rank)

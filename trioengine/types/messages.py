@@ -516,7 +516,8 @@ class LogprobColumns:
     """Log probabilities of tokens, in columns: an entry for each token at whose place they were asked for.
 
     Entries of one slot are in the order of its tokens. An entry has `counts[i]` pairs of token id and log probability:
-    the chosen token's first, then the most likely ones' in their order (so rank i is theirs, except where they equal).
+    the chosen token's first, then the most likely ones' in their order (so rank i is theirs, except where they equal),
+    or those of `SamplingParams.logprob_token_ids`.
     """
 
     slots: bytes

@@ -27,7 +27,7 @@ class Logprob:
     logprob: float
     """Natural logarithm, finite: -9999.0 stands for probability 0."""
     rank: int
-    """1 is the most likely token; equals share the best place."""
+    """1 is the most likely token; equals share the best place. 0 is not known, as for `logprob_token_ids`."""
     token_bytes: bytes
     """The token's own bytes, which may be a part of a character."""
 
@@ -44,7 +44,8 @@ class PositionLogprobs(Mapping[int, Logprob]):
     chosen: Logprob
     """Of the token that stands there."""
     top: tuple[Logprob, ...]
-    """The most likely tokens, as many as were asked for, the most likely first. The chosen one may be among them."""
+    """The most likely tokens, as many as were asked for, the most likely first; or those of `logprob_token_ids`, in
+    their order. The chosen one may be among them."""
 
     def __getitem__(self, token_id: int) -> Logprob:
         for each in (self.chosen, *self.top):

@@ -32,7 +32,6 @@ MAX_EXTRA_ARGS_CHARS = 64 * 1024
 """Of all names and values together, as JSON."""
 
 UNSUPPORTED_FIELDS: Mapping[str, str] = {
-    "logprob_token_ids": "logprobs=-1 has all tokens",
     "prompt_logprob_token_ids": "prompt_logprobs=-1 has all tokens",
     "prompt_logprob_start": "prompt_logprobs begin with the prompt",
     "trace_decode_token_ids": "prompt_logprobs score tokens that are known",
@@ -198,11 +197,16 @@ class SamplingParams:
     """Ends an answer that repeats itself, once `min_tokens` are there, with `FinishReason.REPETITION`; None never
     does."""
     logprob_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_token_ids)
-    """This and the next ones are vLLM's, and accepted only where they ask for nothing (`UNSUPPORTED_FIELDS`)."""
+    """`logprobs` tells those of these tokens, in their order, in place of the most likely ones'; its None is 0 then."""
     prompt_logprob_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_token_ids)
+    """This and the next ones are vLLM's, and accepted only where they ask for nothing (`UNSUPPORTED_FIELDS`)."""
     prompt_logprob_start: int | None = None
     trace_decode_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_token_ids)
     routed_experts_prompt_start: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
 
     @property
     def is_greedy(self) -> bool:
@@ -267,6 +271,11 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a list, not {type(value).__name__}.", param=name)
         for position, token_id in enumerate(self.stop_token_ids):
             _check_integer(f"stop_token_ids[{position}]", token_id)
+        if self.logprob_token_ids is not None:
+            if not isinstance(self.logprob_token_ids, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise RequestError("logprob_token_ids must be a list of token ids.", param="logprob_token_ids")
+            for position, token_id in enumerate(self.logprob_token_ids):
+                _check_integer(f"logprob_token_ids[{position}]", token_id)
         self._validate_allowed_token_ids()
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RequestError("structured_outputs must be a StructuredOutputsParams.", param="structured_outputs")

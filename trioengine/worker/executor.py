@@ -67,6 +67,7 @@ class LocalExecutor(SharedOperations):
         self._offload_store = offload_store
         self.pooling = pooling
         self._logits_processors = logits_processors or LogitsProcessors({})
+        self._logprobs_mode = logprobs_mode
         self._runner: ModelRunner | None = ModelRunner(
             backend,
             logprobs_mode=logprobs_mode,
@@ -86,6 +87,8 @@ class LocalExecutor(SharedOperations):
         """As `Executor.check_sampling`."""
         if self.pooling is not None and self.pooling.labels:
             raise RequestError("This model generates no text; it says which label a text has.", param="model")
+        if sampling.logprob_token_ids and self._logprobs_mode is LogprobsMode.PROCESSED_LOGPROBS:
+            raise RequestError("logprob_token_ids needs logprobs_mode raw_logprobs.", param="logprob_token_ids")
         self._logits_processors.check(sampling)
 
     def add_lora(self, lora_id: int, path: str) -> None:

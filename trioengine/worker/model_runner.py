@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 from numpy.typing import NDArray
-from trioengine_kernels.native.sampler import ChangedLogits, SampledStatus
+from trioengine_kernels.native.sampler import MIN_LOGPROB, ChangedLogits, SampledStatus
 from trioengine_kernels.native.sampler import TokenLogprobs as LogprobArrays
 
 from trioengine.config.engine import LogprobsMode
@@ -184,7 +184,23 @@ class ModelRunner:
         for row in np.flatnonzero(result.status).tolist():
             failures.setdefault(row, _FAILURES[int(result.status[row])])
         num_logprobs: list[int] = [] if arrays.num_logprobs is None else arrays.num_logprobs.tolist()
-        return _Sampled(result.token_ids.tolist(), failures, result.logprobs, num_logprobs)
+        return _Sampled(
+            result.token_ids.tolist(), failures, result.logprobs, num_logprobs, self._listed_logprobs(wanted)
+        )
+
+    def _listed_logprobs(self, wanted: LogitRows) -> Mapping[int, tuple[Sequence[int], Sequence[float]]]:
+        """By row the tokens that its request lists, and the log probabilities that the model gives them."""
+        if not wanted.listed:
+            return {}
+        found: dict[int, tuple[Sequence[int], Sequence[float]]] = {}
+        for row, logits in zip(wanted.listed, self._backend.copy_logits(wanted.listed), strict=True):
+            token_ids = wanted.states[row].sampling.logprob_token_ids
+            assert token_ids is not None
+            with np.errstate(all="ignore"):  # A row that is NaN has failed, and nobody sees this.
+                logits = logits - logits.max()
+                logprobs = logits[list(token_ids)] - np.log(np.exp(logits).sum(dtype=np.float64))
+            found[row] = token_ids, np.maximum(logprobs, MIN_LOGPROB).tolist()
+        return found
 
     def _process(self, wanted: LogitRows) -> tuple[ChangedLogits | None, dict[int, str]]:
         """What custom processors make of the rows that have some, and by row why they failed."""
@@ -217,14 +233,20 @@ class _Sampled:
     logprobs: LogprobArrays | None
     num_logprobs: Sequence[int]
     """Of the most likely tokens, -1 where not even the token's own is wanted; empty where `logprobs` is None."""
+    listed: Mapping[int, tuple[Sequence[int], Sequence[float]]]
+    """By row, in place of the most likely tokens: others, and their log probabilities."""
 
     def token_logprobs(self, row: int) -> TokenLogprobs:
         """The log probabilities of a row that wants some."""
         assert self.logprobs is not None
         num = self.num_logprobs[row]
+        token_ids, logprobs = self.listed.get(row) or (
+            self.logprobs.top_token_ids[row, :num].tolist(),
+            self.logprobs.top[row, :num].tolist(),
+        )
         return TokenLogprobs(
-            [self.tokens[row], *self.logprobs.top_token_ids[row, :num].tolist()],
-            [float(self.logprobs.chosen[row]), *self.logprobs.top[row, :num].tolist()],
+            [self.tokens[row], *token_ids],
+            [float(self.logprobs.chosen[row]), *logprobs],
             int(self.logprobs.rank[row]),
         )
 

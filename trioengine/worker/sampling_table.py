@@ -61,11 +61,15 @@ class LogitRows:
     """Its place among the step's tokens."""
     custom: list[int] = attrs.field(factory=list[int])
     """Not for each row: the rows that custom processors change."""
+    listed: list[int] = attrs.field(factory=list[int])
+    """Not for each row: those that want log probabilities of `logprob_token_ids`."""
 
     def add(self, state: SequenceState, input_index: int, place: int, *, known: int = -1, mask_row: int = -1) -> None:
         """Append a row."""
         if state.processors and known < 0:
             self.custom.append(len(self.states))
+        if state.sampling.logprob_token_ids and known < 0:
+            self.listed.append(len(self.states))
         self.states.append(state)
         self.places.append(place)
         self.known.append(known)
@@ -97,7 +101,8 @@ class SamplingTable:
         columns.repetition[row] = sampling.repetition_penalty
         columns.presence[row] = sampling.presence_penalty
         columns.frequency[row] = sampling.frequency_penalty
-        columns.num_logprobs[row] = self._num_logprobs(sampling.logprobs)
+        # Those of ids that the caller lists are not the sampler's to find.
+        columns.num_logprobs[row] = self._num_logprobs(0 if sampling.logprob_token_ids else sampling.logprobs)
         columns.num_prompt_logprobs[row] = self._num_logprobs(sampling.prompt_logprobs)
         columns.has_rules[row] = not state.rules.is_empty
 

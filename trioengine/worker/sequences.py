@@ -111,6 +111,7 @@ def _failure(new: NewSequence, vocab_size: int) -> str | None:
         ("stop_token_ids", new.end_token_ids),
         ("logit_bias", tuple(sampling.logit_bias or ())),
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("logprob_token_ids", sampling.logprob_token_ids or ()),
     ):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import trio
 
-from trioengine import LLM, LoRARequest, SamplingParams, TokensPrompt
+from trioengine import LLM, LoRARequest, RepetitionDetectionParams, SamplingParams, TokensPrompt
 from trioengine.client import llm as llm_module
 from trioengine.client.llm_engine import LLMEngine
 from trioengine.errors import (
@@ -96,6 +96,32 @@ def test_prompts_of_every_form(llm: LLM) -> None:
         (output,) = llm.generate(one, SHORT)
         assert output.outputs[0].token_ids == right_tokens(tokens)
     assert llm.generate([], SHORT) == []
+
+
+def test_log_probabilities_of_listed_tokens(llm: LLM) -> None:
+    """As vLLM's scripts score labels: beside each token's own those of the list, whatever the likeliest are."""
+    listed = SamplingParams(seed=1, max_tokens=3, ignore_eos=True, logprob_token_ids=[7, 200])  # type: ignore[arg-type]
+    everything = SamplingParams(seed=1, max_tokens=3, ignore_eos=True, logprobs=-1)
+    outputs = llm.generate(["abc", "abc"], [listed, everything])
+    found, expected = (output.outputs[0].logprobs for output in outputs)
+    assert found is not None
+    assert expected is not None
+    for position, whole in zip(found, expected, strict=True):
+        assert [(each.token_id, each.rank) for each in position.top] == [(7, 0), (200, 0)]
+        assert [each.logprob for each in position.top] == [whole[7].logprob, whole[200].logprob]
+        assert position.chosen == whole.chosen
+
+
+def test_an_answer_that_repeats_itself_ends(llm: LLM) -> None:
+    """Which one that may write only one token does."""
+    params = SamplingParams(
+        max_tokens=50,
+        allowed_token_ids=[7],  # type: ignore[arg-type]
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=2, min_count=4),
+    )
+    choice = llm.generate("abc", params)[0].outputs[0]
+    assert choice.token_ids == (7,) * 4
+    assert (choice.finish_reason, choice.stop_reason) == ("repetition", "repetition_detected")
 
 
 def test_log_probabilities_have_both_forms(llm: LLM) -> None:

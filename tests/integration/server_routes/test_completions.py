@@ -194,6 +194,14 @@ async def test_an_echo_comes_before_the_answer() -> None:
     assert joined(await streamed(engine, **body))[1] == ("jHello, world!", "stop")
 
 
+async def test_log_probabilities_of_listed_tokens_are_told() -> None:
+    """In place of the most likely ones, also without `logprobs`, which alone would be none of those."""
+    engine = FakeVectorEngine()
+    reply = await whole(engine, prompt="ab", logprob_token_ids=[5, 6])
+    assert engine.requests[0].sampling.logprob_token_ids == (5, 6)
+    assert reply["choices"][0]["logprobs"]["top_logprobs"] is not None
+
+
 async def test_echoed_log_probabilities_are_numbers() -> None:
     """Case 38 (sglang 5984): with `top_k: 1` too, where most tokens have none; JSON has no infinity."""
     engine = FakeVectorEngine()

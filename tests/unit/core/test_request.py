@@ -53,6 +53,7 @@ def test_the_answer_ends_where_the_context_ends() -> None:
         ({"eos_token_ids": (1000,)}, "stop_token_ids"),
         ({"sampling": SamplingParams(stop_token_ids=(-1,))}, "stop_token_ids"),
         ({"sampling": SamplingParams(logit_bias={1000: 1.0})}, "logit_bias"),
+        ({"sampling": SamplingParams(logprob_token_ids=(5, 1000))}, "logprob_token_ids"),
         ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
         ({"seed": 2**64}, "seed"),

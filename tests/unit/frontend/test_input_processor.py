@@ -120,6 +120,7 @@ def test_min_tokens_that_do_not_fit_are_refused() -> None:
         (SamplingParams(logit_bias={-1: 1.0}), "logit_bias[-1]"),
         (SamplingParams(allowed_token_ids=(0, VOCAB_SIZE)), "allowed_token_ids[1]"),
         (SamplingParams(allowed_token_ids=(-1,)), "allowed_token_ids[0]"),
+        (SamplingParams(logprob_token_ids=(0, VOCAB_SIZE)), "logprob_token_ids[1]"),
         (SamplingParams(temperature=float("nan")), "temperature"),
         (SamplingParams(stop=""), "stop[0]"),
     ],
@@ -127,6 +128,14 @@ def test_min_tokens_that_do_not_fit_are_refused() -> None:
 def test_parameters_are_checked_against_the_vocabulary(sampling: SamplingParams, param: str) -> None:
     """Case 34 (vllm 16529)."""
     assert refusal(GenerateRequest("abc", sampling)).param == param
+
+
+def test_listed_tokens_are_limited_as_the_most_likely_ones_are() -> None:
+    processor = attrs.evolve(PROCESSOR, model=ModelFacts(10, VOCAB_SIZE, (256,), 20))
+    processor.process(GenerateRequest("a", SamplingParams(logprob_token_ids=(5,) * 20)))
+    with pytest.raises(RequestError, match="more than max_logprobs allows: 20") as caught:
+        processor.process(GenerateRequest("a", SamplingParams(logprob_token_ids=(5,) * 21)))
+    assert caught.value.param == "logprob_token_ids"
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

@@ -42,6 +42,13 @@ def test_equals_share_the_best_place() -> None:
     assert [logprob.rank for logprob in position.top] == [1, 2, 2, 2, 5]
 
 
+def test_tokens_that_were_listed_have_no_rank() -> None:
+    """They are told in their order, whatever their places are."""
+    position = entry(2, [3, 1, 5], [-2, -9, -1]).to_position(TOKENIZER, has_ranks=False)
+    assert (position.chosen.rank, [each.rank for each in position.top]) == (2, [0, 0])
+    assert [each.token_id for each in position.top] == [1, 5]
+
+
 def test_a_token_may_be_a_part_of_a_character() -> None:
     """Or of none: the model may have more rows than its tokenizer has tokens."""
     position = entry(1, [0xE2, 9999], [-1, -1]).to_position(TOKENIZER)

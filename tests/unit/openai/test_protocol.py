@@ -63,6 +63,13 @@ def test_a_repetition_is_described_by_an_object() -> None:
     assert request.sampling.repetition_detection == RepetitionDetectionParams(max_pattern_size=20, min_count=3)
 
 
+def test_tokens_may_be_listed_whose_log_probabilities_are_told() -> None:
+    """In place of the most likely ones. A chat must ask for log probabilities too, a completion need not."""
+    sampling = parse_chat_request(chat(logprobs=True, logprob_token_ids=[5, 6])).sampling
+    assert (sampling.logprobs, sampling.logprob_token_ids) == (0, (5, 6))
+    assert parse_completion_request(completion(logprob_token_ids=[5])).sampling.logprobs == 0
+
+
 def test_null_is_the_same_as_leaving_a_field_out() -> None:
     """SDKs send null for what was not set."""
     names = ["temperature", "top_p", "max_tokens", "stop", "stream", "stream_options", "n", "logit_bias", "seed"]
@@ -104,6 +111,7 @@ def test_null_is_the_same_as_leaving_a_field_out() -> None:
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"model": 5}, "model"),
         ({"n": "1"}, "n"),
+        ({"logprob_token_ids": 5, "logprobs": True}, "logprob_token_ids"),
         ({"repetition_detection": 3}, "repetition_detection"),
         ({"repetition_detection": {"min_count": "3"}}, "repetition_detection.min_count"),
     ],

@@ -61,7 +61,7 @@ ACCEPTED: list[tuple[str, list[Any]]] = [
     ("extra_args", [None, {}, {"a": 5, "b": "text", "c": {"d": [None, 1.5]}, "e": '{"f": 1}'}]),
     ("logits_processors", [None, {}, {"a": {}}, {"a": {"x": [1, None]}, "b": '{"y": 2.5}'}]),
     ("repetition_detection", [None, RepetitionDetectionParams(), RepetitionDetectionParams(MAX_PATTERN_SIZE, 0, 2)]),
-    ("logprob_token_ids", [None, [], ()]),
+    ("logprob_token_ids", [None, [], (), [5], (6, 5, 5)]),
     ("prompt_logprob_token_ids", [None, []]),
     ("prompt_logprob_start", [None, 0]),
     ("trace_decode_token_ids", [None, []]),
@@ -104,7 +104,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("extra_args", [{"a": "x" * MAX_EXTRA_ARGS_CHARS}]),
     ("logits_processors", ["a", [], 5, {"\ud800": {}}, {str(n): {} for n in range(MAX_LOGITS_PROCESSORS + 1)}]),
     ("repetition_detection", [{"min_count": 2}, 5, True]),
-    ("logprob_token_ids", [[5], (5, 6), 5]),
+    ("logprob_token_ids", [5, True]),
     ("prompt_logprob_token_ids", [[5], [[5]], "5"]),
     ("prompt_logprob_start", [1, -1, 0.0, False]),
     ("trace_decode_token_ids", [[5]]),
@@ -151,6 +151,7 @@ def test_what_cannot_work_is_refused_by_its_name(field: str, values: list[Any]) 
         (lambda: SamplingParams(logit_bias=[1]), "logit_bias"),  # type: ignore[arg-type]
         (lambda: SamplingParams(allowed_token_ids=[1, "2"]), "allowed_token_ids[1]"),  # type: ignore[list-item]
         (lambda: SamplingParams(allowed_token_ids=[True]), "allowed_token_ids[0]"),
+        (lambda: SamplingParams(logprob_token_ids=[1, "2"]), "logprob_token_ids[1]"),  # type: ignore[list-item]
         (lambda: SamplingParams(bad_words=["a", ""]), "bad_words[1]"),
         (lambda: SamplingParams(bad_words=[5]), "bad_words[0]"),  # type: ignore[list-item]
         (lambda: SamplingParams(bad_words=["\udfff"]), "bad_words[0]"),
@@ -243,6 +244,12 @@ def test_a_repetition_that_cannot_be_looked_for_is_refused_by_its_path(field: st
     with pytest.raises(RequestError) as caught:
         SamplingParams(repetition_detection=RepetitionDetectionParams(**fields)).validate()
     assert caught.value.param == f"repetition_detection.{field}"
+
+
+def test_tokens_that_are_listed_ask_for_log_probabilities() -> None:
+    assert SamplingParams(logprob_token_ids=[5]).logprobs == 0  # type: ignore[arg-type]
+    assert SamplingParams(logprob_token_ids=[5], logprobs=3).logprobs == 3  # type: ignore[arg-type]
+    assert SamplingParams(logprob_token_ids=[]).logprobs is None  # type: ignore[arg-type]
 
 
 def test_greedy_is_temperature_or_top_p_zero() -> None:

@@ -7,7 +7,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from trioengine.config.engine import LogprobsMode
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan
+from trioengine.errors import RequestError
 from trioengine.testing.tiny_model import tiny_model
 from trioengine.types.params import SamplingParams
 from trioengine.worker.backend import StepBatch
@@ -42,6 +44,16 @@ def backend() -> HeldBackend:
 
 def step_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "trioengine-step"]
+
+
+def test_listed_tokens_have_no_processed_log_probabilities(backend: HeldBackend) -> None:
+    sampling = SamplingParams(logprob_token_ids=(5,))
+    LocalExecutor(backend).check_sampling(sampling)
+    executor = LocalExecutor(backend, logprobs_mode=LogprobsMode.PROCESSED_LOGPROBS)
+    executor.check_sampling(SamplingParams(logprobs=5))
+    with pytest.raises(RequestError) as caught:
+        executor.check_sampling(sampling)
+    assert caught.value.param == "logprob_token_ids"
 
 
 def test_submit_does_not_wait(backend: HeldBackend) -> None:

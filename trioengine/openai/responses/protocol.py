@@ -165,7 +165,7 @@ class Reasoning:
 class ResponseRequest(RequestBody):
     """The body of `POST /v1/responses`."""
 
-    refused_fields = frozenset({"logprobs", "max_tokens", "n", "response_format"})
+    refused_fields = frozenset({"logprob_token_ids", "logprobs", "max_tokens", "n", "response_format"})
 
     input: tuple[InputItem, ...] = attrs.field(
         default=(),
@@ -220,6 +220,7 @@ _NEUTRAL: Neutral = {
     "context_management": ([],),
     "conversation": (),
     "echo": (False,),
+    "logprob_token_ids": ([],),
     "logprobs": (False, 0),
     "max_completion_tokens": (),
     "max_tokens": (),
