@@ -265,10 +265,12 @@ async def test_what_is_not_http1_gets_an_error_and_the_server_lives_on(sent: byt
 
 
 async def test_a_head_request_that_is_refused_gets_no_body() -> None:
-    async with open_server(echo_scope, ServerConfig(port=0, max_header_bytes=2048)) as server:
-        async with open_raw_http(server.url) as client:
-            await client.send(request_bytes("HEAD", "/", headers=[("x-much", "a" * 3000)]))
-            head, _, body = (await client.read_to_end()).partition(b"\r\n\r\n")
+    async with (
+        open_server(echo_scope, ServerConfig(port=0, max_header_bytes=2048)) as server,
+        open_raw_http(server.url) as client,
+    ):
+        await client.send(request_bytes("HEAD", "/", headers=[("x-much", "a" * 3000)]))
+        head, _, body = (await client.read_to_end()).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 431 ")
             assert body == b""
 
