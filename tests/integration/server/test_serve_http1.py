@@ -271,8 +271,8 @@ async def test_a_head_request_that_is_refused_gets_no_body() -> None:
     ):
         await client.send(request_bytes("HEAD", "/", headers=[("x-much", "a" * 3000)]))
         head, _, body = (await client.read_to_end()).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 431 ")
-            assert body == b""
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert body == b""
 
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(1000, 200), (2100, 431), (200_000, 431)])
