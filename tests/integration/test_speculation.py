@@ -192,6 +192,6 @@ async def test_the_bundled_model_says_the_same(
                     nursery.start_soon(ask, number, request)
             stats = await engine.call(GetStats())
     assert [answers[number] for number in range(len(REQUESTS))] == expected_answers
-    assert stats.num_accepted_tokens > 0
+    # Whether drafts are worth it is measured, so there may be none on a busy machine.
     if speculation.model is not None:
         assert stats.num_accepted_tokens == stats.num_draft_tokens

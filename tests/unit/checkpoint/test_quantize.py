@@ -11,7 +11,10 @@ from trioengine.checkpoint.dequantize import dequantize
 from trioengine.checkpoint.gguf import GGMLType, GGUFTensor
 from trioengine.checkpoint.quantize import can_quantize, quantize
 
-NUMBERS = st.floats(-60000, 60000, width=32, allow_subnormal=False) | st.sampled_from([0.0, -0.0, 0.5, -8.0, 127.0])
+NUMBERS = st.floats(-60000, 60000, width=32).filter(
+    lambda number: number == 0 or abs(number) > 1e-20
+) | st.sampled_from([0.0, -0.0, 0.5, -8.0, 127.0])
+"""Scales that are subnormal differ with the processor's mode, and are 0 in float16 anyway."""
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
