@@ -10,7 +10,7 @@ from trioengine.testing.browser import EXECUTABLE, ScriptedServer, Watched, open
 ACTION_TIMEOUT_MS = 15_000
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Generator[Browser]:
     if EXECUTABLE is None:
         pytest.skip("needs Debian's package chromium")
@@ -18,7 +18,7 @@ def browser() -> Generator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server() -> Generator[ScriptedServer]:
     with scripted_server() as running:
         yield running
