@@ -358,6 +358,54 @@ class CallObjectReader:
             self._events.arguments("{}")
 
 
+class BufferedParser:
+    """The part that all parsers share: what is not decided yet, and steps that take from it."""
+
+    def __init__(self) -> None:
+        self._events = ToolEvents()
+        self._plain = PlainText(self._events)
+        self._buffer = ""
+        """What is not decided yet."""
+        self._place = 0
+        """How much of the buffer a call has read."""
+
+    def feed(self, text: str) -> Sequence[ToolEvent]:
+        """What is certain after this piece."""
+        self._buffer += text
+        self._take_steps()
+        return self._events.take()
+
+    def _take_steps(self) -> None:
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Take something from the buffer; whether there may be more to take."""
+        raise NotImplementedError
+
+    def _take_text(self, marker: str) -> bool:
+        """Take text, and the marker behind it; whether it is there. What may be its beginning is held back."""
+        before, found, after = self._buffer.partition(marker)
+        if found:
+            self._plain.add(before)
+            self._buffer = after
+            return True
+        end = len(self._buffer) - held_length(self._buffer, (marker,))
+        self._plain.add(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        return False
+
+    def _read_call(self, call: CallObjectReader) -> bool:
+        """Let a call read on; whether it has ended. Until it has started, all of it stays in the buffer."""
+        was_started = call.has_started
+        self._place = call.feed(self._buffer, self._place)
+        if call.has_started:
+            if not was_started:
+                self._plain.at_call()
+            self._buffer, self._place = self._buffer[self._place :], 0
+        return call.state is not ReadState.OPEN
+
+
 def _string(text: str) -> str | None:
     """The string that a JSON text is of; None where it is none."""
     try:

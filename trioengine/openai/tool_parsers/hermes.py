@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 
 from trioengine.openai.tool_parsers.base import (
+    BufferedParser,
     CallObjectReader,
-    PlainText,
-    ReadState,
     ToolEvent,
-    ToolEvents,
-    held_length,
 )
 
 OPEN = "<tool_call>"
@@ -16,33 +13,21 @@ CLOSE = "</tool_call>"
 _SPACE = " \t\n\r"
 
 
-class HermesParser:
+class HermesParser(BufferedParser):
     """Text, and calls between markers; see `ToolParser`."""
 
     def __init__(self) -> None:
-        self._events = ToolEvents()
-        self._plain = PlainText(self._events)
+        super().__init__()
         self._call: CallObjectReader | None = None
-        self._buffer = ""
-        """What is not decided yet. In a call that has not started: all of it, from behind its marker on."""
-        self._place = 0
-        """How much of the buffer the call has read."""
+        """As long as it has not started, the buffer holds all from behind its marker on."""
         self._is_behind_call = False
         """Whether a closing marker may come."""
-
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        """What is certain after this piece."""
-        self._buffer += text
-        while self._step():
-            pass
-        return self._events.take()
 
     def finish(self) -> Sequence[ToolEvent]:
         """What was still held back, at the end of the text."""
         while self._call is not None and not self._call.has_started:
             self._give_up()
-            while self._step():
-                pass
+            self._take_steps()
         if self._call is not None:
             self._call.finish()
         elif not (self._is_behind_call and CLOSE.startswith(self._buffer.lstrip(_SPACE))):
@@ -51,30 +36,18 @@ class HermesParser:
         return self._events.take()
 
     def _step(self) -> bool:
-        """Take something from the buffer; whether there may be more to take."""
         if self._call is not None:
             return self._step_call(self._call)
         return self._step_behind_call() if self._is_behind_call else self._step_text()
 
     def _step_text(self) -> bool:
-        before, marker, after = self._buffer.partition(OPEN)
-        if marker:
-            self._plain.add(before)
-            self._buffer, self._place, self._call = after, 0, CallObjectReader(self._events)
-            return True
-        held = held_length(self._buffer, (OPEN,))
-        self._plain.add(self._buffer[: len(self._buffer) - held])
-        self._buffer = self._buffer[len(self._buffer) - held :]
-        return False
+        if not self._take_text(OPEN):
+            return False
+        self._place, self._call = 0, CallObjectReader(self._events)
+        return True
 
     def _step_call(self, call: CallObjectReader) -> bool:
-        was_started = call.has_started
-        self._place = call.feed(self._buffer, self._place)
-        if call.has_started:
-            if not was_started:
-                self._plain.at_call()
-            self._buffer, self._place = self._buffer[self._place :], 0
-        if call.state is ReadState.OPEN:
+        if not self._read_call(call):
             return False
         if call.has_started:
             self._call, self._is_behind_call = None, True

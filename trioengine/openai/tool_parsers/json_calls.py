@@ -6,11 +6,9 @@ Llama 3 writes `{"name": ..., "parameters": {...}}`, also behind `<|python_tag|>
 from collections.abc import Collection, Sequence
 
 from trioengine.openai.tool_parsers.base import (
+    BufferedParser,
     CallObjectReader,
-    PlainText,
-    ReadState,
     ToolEvent,
-    ToolEvents,
 )
 
 PYTHON_TAG = "<|python_tag|>"
@@ -18,7 +16,7 @@ _BETWEEN = " \t\n\r,;"
 _SPACE = " \t\n\r"
 
 
-class JsonCallsParser:
+class JsonCallsParser(BufferedParser):
     """Calls if the answer begins with one, and text from where no call follows; see `ToolParser`."""
 
     def __init__(self, names: Collection[str], prefixes: Collection[str] = ()) -> None:
@@ -28,24 +26,13 @@ class JsonCallsParser:
             names: of the tools; JSON with another name is text.
             prefixes: markers that may stand before a call.
         """
+        super().__init__()
         self._names = names
         self._prefixes = prefixes
-        self._events = ToolEvents()
-        self._plain = PlainText(self._events)
         self._call: CallObjectReader | None = None
-        self._buffer = ""
-        """What is not decided yet. As long as the call has not started, all from behind the call before it."""
-        self._place = 0
-        """How much of the buffer the call has read."""
+        """As long as it has not started, the buffer holds all from behind the call before it."""
         self._is_text = False
         self._is_list = False
-
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        """What is certain after this piece."""
-        self._buffer += text
-        while self._step():
-            pass
-        return self._events.take()
 
     def finish(self) -> Sequence[ToolEvent]:
         """What was still held back, at the end of the text."""
@@ -57,7 +44,6 @@ class JsonCallsParser:
         return self._events.take()
 
     def _step(self) -> bool:
-        """Take something from the buffer; whether there may be more to take."""
         if self._is_text:
             self._plain.add(self._buffer)
             self._buffer = ""
@@ -85,13 +71,7 @@ class JsonCallsParser:
         return True
 
     def _step_call(self, call: CallObjectReader) -> bool:
-        was_started = call.has_started
-        self._place = call.feed(self._buffer, self._place)
-        if call.has_started:
-            if not was_started:
-                self._plain.at_call()
-            self._buffer, self._place = self._buffer[self._place :], 0
-        if call.state is ReadState.OPEN:
+        if not self._read_call(call):
             return False
         if call.has_started:
             self._call = None

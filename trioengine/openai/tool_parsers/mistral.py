@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import attrs
 
 from trioengine.openai.tool_parsers.base import (
+    BufferedParser,
     CallObjectReader,
     JsonValueReader,
-    PlainText,
     ReadState,
     ToolEvent,
-    ToolEvents,
-    held_length,
 )
 
 MARKER = "[TOOL_CALLS]"
@@ -25,16 +23,11 @@ _NAME = re.compile(r"[\w.\-/:]+")
 _CALL_ID = re.compile(r"\w*")
 
 
-class MistralParser:
+class MistralParser(BufferedParser):
     """Text, and calls behind markers; see `ToolParser`."""
 
     def __init__(self) -> None:
-        self._events = ToolEvents()
-        self._plain = PlainText(self._events)
-        self._buffer = ""
-        """What is not decided yet."""
-        self._place = 0
-        """How much of the buffer the call has read."""
+        super().__init__()
         self._is_behind_marker = False
         self._call: CallObjectReader | None = None
         """An object of a list."""
@@ -42,19 +35,11 @@ class MistralParser:
         self._arguments: JsonValueReader | None = None
         """Of a call whose name stood before it."""
 
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        """What is certain after this piece."""
-        self._buffer += text
-        while self._step():
-            pass
-        return self._events.take()
-
     def finish(self) -> Sequence[ToolEvent]:
         """What was still held back, at the end of the text."""
         while self._arguments is None and self._is_behind_marker and not (self._call and self._call.has_started):
             self._give_up()
-            while self._step():
-                pass
+            self._take_steps()
         if self._call is not None and self._call.has_started:
             self._call.finish()
         elif self._arguments is None:
@@ -63,7 +48,6 @@ class MistralParser:
         return self._events.take()
 
     def _step(self) -> bool:
-        """Take something from the buffer; whether there may be more to take."""
         if self._arguments is not None:
             return self._step_arguments(self._arguments)
         if self._call is not None:
@@ -73,15 +57,10 @@ class MistralParser:
         return self._step_marker() if self._is_behind_marker else self._step_text()
 
     def _step_text(self) -> bool:
-        before, marker, after = self._buffer.partition(MARKER)
-        if marker:
-            self._plain.add(before)
-            self._buffer, self._is_behind_marker = after, True
-            return True
-        held = held_length(self._buffer, (MARKER,))
-        self._plain.add(self._buffer[: len(self._buffer) - held])
-        self._buffer = self._buffer[len(self._buffer) - held :]
-        return False
+        if not self._take_text(MARKER):
+            return False
+        self._is_behind_marker = True
+        return True
 
     def _step_marker(self) -> bool:
         """Behind a marker comes a list, or a name and arguments."""
@@ -117,13 +96,7 @@ class MistralParser:
         return True
 
     def _step_object(self, call: CallObjectReader) -> bool:
-        was_started = call.has_started
-        self._place = call.feed(self._buffer, self._place)
-        if call.has_started:
-            if not was_started:
-                self._plain.at_call()
-            self._buffer, self._place = self._buffer[self._place :], 0
-        if call.state is ReadState.OPEN:
+        if not self._read_call(call):
             return False
         if call.has_started:
             self._call, self._is_in_list, self._is_behind_marker = None, True, False

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import attrs
 
-from trioengine.openai.tool_parsers.base import PlainText, ToolEvent, ToolEvents
+from trioengine.openai.tool_parsers.base import BufferedParser, ToolEvent
 
 PYTHON_START = "<|python_start|>"
 PYTHON_END = "<|python_end|>"
@@ -17,7 +17,7 @@ _STRUCTURE = re.compile(r"""["'()\[\]{}]""")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-class PythonicParser:
+class PythonicParser(BufferedParser):
     """Calls if the answer is a list of them, and text from where no call follows; see `ToolParser`.
 
     A call's arguments come in one piece, when the call is whole: they are translated to JSON.
@@ -25,20 +25,10 @@ class PythonicParser:
 
     def __init__(self, names: Collection[str]) -> None:
         """Start with no text. `names` are those of the tools; a call of another function is text."""
+        super().__init__()
         self._names = names
-        self._events = ToolEvents()
-        self._plain = PlainText(self._events)
-        self._buffer = ""
-        """What is not decided yet: from behind the last call on."""
         self._scan: _CallScan | None = None
         self._is_text = False
-
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        """What is certain after this piece."""
-        self._buffer += text
-        while self._step():
-            pass
-        return self._events.take()
 
     def finish(self) -> Sequence[ToolEvent]:
         """What was still held back, at the end of the text."""
@@ -53,7 +43,6 @@ class PythonicParser:
         return self._events.take()
 
     def _step(self) -> bool:
-        """Take something from the buffer; whether there may be more to take."""
         if self._is_text:
             self._plain.add(self._buffer)
             self._buffer = ""
