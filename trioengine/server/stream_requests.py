@@ -29,7 +29,7 @@ from trioengine.server.completion_form import completion_form
 from trioengine.server.context import LONG_BODY_BYTES, ServerContext
 from trioengine.server.open_requests import OpenRequest
 from trioengine.server.request_batch import RequestBatch
-from trioengine.server.stream_connection import LiveRequest
+from trioengine.server.stream_connection import LiveRequest, MessageTransport, StreamConnection
 from trioengine.types.messages import (
     Call,
     CheckIntegrity,
@@ -384,8 +384,18 @@ async def _each(readers: Sequence[Callable[[], Awaitable[None]]]) -> None:
         raise errors[0]
 
 
-def stream_limits(context: ServerContext) -> StreamLimits:
-    """What each connection to this server may take."""
-    return StreamLimits(
-        max_message_bytes=context.config.max_body_bytes, max_model_len=context.engine.model_config.max_model_len
+def stream_connection(
+    transport: MessageTransport, context: ServerContext, requests: StreamRequests
+) -> StreamConnection:
+    """One client's connection to this server, not running yet."""
+    return StreamConnection(
+        transport,
+        requests.answer,
+        context.engine.abort,
+        model_name=context.engine.model_name,
+        limits=StreamLimits(
+            max_message_bytes=context.config.max_body_bytes, max_model_len=context.engine.model_config.max_model_len
+        ),
+        shutdown=context.shutdown,
+        stop=context.stop,
     )

@@ -19,8 +19,7 @@ from hypercorn.typing import (
 from trioengine.server.context import ServerContext
 from trioengine.server.responses_socket import RESPONSES_PATH, ResponsesConnection
 from trioengine.server.routes.responses import owner_of
-from trioengine.server.stream_connection import StreamConnection
-from trioengine.server.stream_requests import StreamRequests, stream_limits
+from trioengine.server.stream_requests import StreamRequests, stream_connection
 from trioengine.server.websocket import TEXTS_EXTENSION
 from trioengine.types.stream_messages import STREAM_PATH
 
@@ -97,16 +96,7 @@ def stream_handler(context: ServerContext) -> WebSocketHandler:
     async def handle(websocket: AsgiWebSocket, scope: WebsocketScope) -> None:
         del scope
         await websocket.accept()
-        connection = StreamConnection(
-            websocket,
-            requests.answer,
-            context.engine.abort,
-            model_name=context.engine.model_name,
-            limits=stream_limits(context),
-            shutdown=context.shutdown,
-            stop=context.stop,
-        )
-        await connection.run()
+        await stream_connection(websocket, context, requests).run()
 
     return handle
 

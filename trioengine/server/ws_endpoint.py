@@ -24,8 +24,7 @@ from trioengine.openai.stream_protocol import CloseCode
 from trioengine.server.access import AccessRules, caller_of
 from trioengine.server.context import ServerContext
 from trioengine.server.listeners import bind_listeners, close_listeners, is_loopback
-from trioengine.server.stream_connection import StreamConnection
-from trioengine.server.stream_requests import StreamRequests, stream_limits
+from trioengine.server.stream_requests import StreamRequests, stream_connection
 from trioengine.server.tls import load_tls
 from trioengine.types.stream_messages import STREAM_PATH
 
@@ -141,15 +140,7 @@ async def _end_on_shutdown(shutdown: trio.Event, scope: trio.CancelScope) -> Non
 
 
 async def _serve(transport: "_Transport", context: ServerContext, requests: StreamRequests) -> None:
-    connection = StreamConnection(
-        transport,
-        requests.answer,
-        context.engine.abort,
-        model_name=context.engine.model_name,
-        limits=stream_limits(context),
-        shutdown=context.shutdown,
-        stop=context.stop,
-    )
+    connection = stream_connection(transport, context, requests)
     try:
         await connection.run()
     except* Exception:
