@@ -6,12 +6,13 @@ record a step's operations once and compute others with them. Weights come from 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from trioengine_kernels.experts.weights import ExpertWeights
 from trioengine_kernels.kernel_set import KernelSet
 from trioengine_kernels.paged_attention.batch import AttentionBatch
 from trioengine_kernels.quantized_linear import QuantizedWeight
@@ -20,9 +21,6 @@ from trioengine.models.config import Activation, Experts
 from trioengine.models.decoder import AttentionShape, Decoder, GatedMLP, LayerWeights, MixtureOfExperts, Rotation
 from trioengine.models.loader import Checkpoint, LoadedModel, ReportFraction, WeightMaker, load_model
 from trioengine.models.lora import LoRA, LoRAPlace, lora_targets
-
-if TYPE_CHECKING:
-    from trioengine_kernels.experts.weights import ExpertWeights
 
 DeviceMatrix: TypeAlias = Tensor | QuantizedWeight
 """[rows, columns] of the model's number type, or quantized."""
@@ -203,6 +201,7 @@ class DeviceOps:
             num_per_token=choice.num_experts_per_token,
             is_normalized=choice.has_normalized_weights,
             activation=_ACTIVATION_NAMES[activation],
+            is_deterministic=self._is_deterministic,
         )
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -232,13 +231,11 @@ _ACTIVATION_NAMES = {Activation.SILU: "silu", Activation.GELU_TANH: "gelu_tanh"}
 class DeviceExperts(tuple[GatedMLP[DeviceMatrix], ...]):
     """The experts of a layer, with what their kernel is told about them."""
 
-    weights: "ExpertWeights"
+    weights: ExpertWeights
 
     @classmethod
     def of(cls, experts: Sequence[GatedMLP[DeviceMatrix]]) -> "DeviceExperts":
         """These experts, whose tensors stay where they are."""
-        from trioengine_kernels.experts.weights import ExpertWeights
-
         made = cls(experts)
         made.weights = ExpertWeights.of([each.gate_up for each in experts], [each.down for each in experts])
         return made
