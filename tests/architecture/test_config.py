@@ -34,6 +34,7 @@ def test_every_field_is_an_option_of_serve(section: type[attrs.AttrsInstance]) -
 def test_sections_are_frozen_and_named_with_units(section: type[attrs.AttrsInstance]) -> None:
     for option in options_of(section):
         if option.kind is float:
-            assert option.name.endswith("_s"), option.name
+            # Seconds, or a share.
+            assert option.name.endswith(("_s", "_utilization")), option.name
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         setattr(section(), next(options_of(section)).name, None)

@@ -69,10 +69,12 @@ def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:  # py
     else:
         metavar = "JSON" if option.is_section else "|".join(option.choices) or METAVARS[option.kind]
         choices = option.choices or None
-        action = "append" if option.is_list else "store"
+        # A list of numbers is one argument after another, as in vLLM.
+        is_run = option.is_list and option.kind is int
         group.add_argument(
             flag,
-            action=action,
+            action="extend" if is_run else "append" if option.is_list else "store",
+            nargs="+" if is_run else None,
             type=option.kind,
             metavar=metavar,
             choices=choices,
@@ -83,10 +85,10 @@ def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:  # py
 
 def _help(option: Option) -> str:
     text = option.help.replace("%", "%%")
-    if option.is_list:
+    if option.is_list and option.kind is str:
         text += " May be given several times."
     if option.default is None or option.default is False or option.default == ():
         return text
     if isinstance(option.default, tuple):
-        return f"{text} Default: {' '.join(option.default)}."
+        return f"{text} Default: {' '.join(map(str, option.default))}."
     return f"{text} Default: {'on' if option.default is True else option.default}."

@@ -10,12 +10,8 @@ _VALUES = (
     "compilation_config",
     "convert",
     "cpu_offload_gb",
-    "device",
     "distributed_executor_backend",
     "download_dir",
-    "dtype",
-    "gpu_memory_utilization",
-    "kv_cache_dtype",
     "limit_mm_per_prompt",
     "load_format",
     "pipeline_parallel_size",
@@ -37,7 +33,6 @@ _SWITCHES = (
     "enable_request_id_headers",
     "enable_server_load_tracking",
     "enable_sleep_mode",
-    "enforce_eager",
     "exclude_tools_when_tool_choice_none",
     "trust_remote_code",
 )
@@ -49,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_vllm_options(parser: argparse.ArgumentParser) -> None:
-    """Let the command line have them, and vLLM's name of `--no-access-log`. `--help` does not show them."""
+    """Let the command line have them, and vLLM's other names of our options. `--help` does not show them."""
     nothing = argparse.SUPPRESS
     for name in _VALUES:
         flags = [flag_of(name), *([_SHORT[name]] if name in _SHORT else [])]
@@ -58,6 +53,11 @@ def add_vllm_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag_of(name), dest=_DEST + name, action="store_true", default=nothing, help=nothing)
     parser.add_argument(
         "--disable-uvicorn-access-log", dest="access_log", action="store_false", default=nothing, help=nothing
+    )
+    parser.add_argument("-q", dest="quantization", default=nothing, help=nothing)
+    sizes = "cudagraph_capture_sizes"
+    parser.add_argument(
+        "--cuda-graph-sizes", dest=sizes, nargs="+", type=int, action="extend", default=nothing, help=nothing
     )
 
 

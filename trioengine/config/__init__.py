@@ -5,11 +5,21 @@ environment.
 """
 
 from trioengine.config.engine import EngineConfig
-from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, ResolvedConfig, resolve
+from trioengine.config.resolve import (
+    GPUFacts,
+    GPUMemoryUse,
+    HardwareFacts,
+    KVGroupShape,
+    ModelShape,
+    ResolvedConfig,
+    resolve,
+)
 from trioengine.config.server import ServerConfig
 
 __all__ = [
     "EngineConfig",
+    "GPUFacts",
+    "GPUMemoryUse",
     "HardwareFacts",
     "KVGroupShape",
     "ModelShape",

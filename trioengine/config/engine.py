@@ -10,14 +10,68 @@ from trioengine.config.options import (
     documented,
     flag,
     integer,
+    integers,
     member_of,
     number,
     section_of,
     text,
+    to_integers,
     to_member_of,
     to_section,
 )
 from trioengine.errors import ConfigError
+
+
+class Device(enum.StrEnum):
+    """What computes."""
+
+    AUTO = "auto"
+    """A GPU where there is one that can be used, else the processors."""
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DType(enum.StrEnum):
+    """Numbers of 16 or 32 bits. Two have vLLM's other names, too."""
+
+    AUTO = "auto"
+    HALF = "half"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT = "float"
+    FLOAT32 = "float32"
+
+    @property
+    def plain(self) -> "DType":
+        """The same by its plain name."""
+        return {DType.HALF: DType.FLOAT16, DType.FLOAT: DType.FLOAT32}.get(self, self)
+
+
+class KVCacheDType(enum.StrEnum):
+    """Numbers of the KV cache."""
+
+    AUTO = "auto"
+    """As the activations."""
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
+    FP8_E4M3 = "fp8_e4m3"
+    """The same."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether a number has 8 bits."""
+        return self in (KVCacheDType.FP8, KVCacheDType.FP8_E4M3)
+
+
+class AttentionBackend(enum.StrEnum):
+    """Whose attention a GPU computes. Names are vLLM's."""
+
+    TRITON_ATTN = "TRITON_ATTN"
+    """Ours."""
+    TORCH_SDPA = "TORCH_SDPA"
+    FLASH_ATTN = "FLASH_ATTN"
+    FLASHINFER = "FLASHINFER"
 
 
 class Quantization(enum.StrEnum):
@@ -25,6 +79,8 @@ class Quantization(enum.StrEnum):
 
     INT8 = "int8"
     INT4 = "int4"
+    FP8 = "fp8"
+    """On a GPU."""
 
 
 class SchedulingPolicy(enum.StrEnum):
@@ -159,7 +215,53 @@ class EngineConfig:
         validator=optional(member_of(Quantization)),
         metadata=documented(
             "Quantize the weights of a folder with safetensors when they are loaded: less memory, faster, a little less"
-            " exact. Unset keeps them as they are. A .gguf file has its own types."
+            " exact. Unset keeps them as they are. A .gguf file has its own types. fp8 needs a GPU."
+        ),
+    )
+    device: Device = attrs.field(
+        default=Device.AUTO,
+        converter=to_member_of(Device),
+        validator=member_of(Device),
+        metadata=documented("What computes. auto is a GPU where there is one that can be used, else the processors."),
+    )
+    dtype: DType = attrs.field(
+        default=DType.AUTO,
+        converter=to_member_of(DType),
+        validator=member_of(DType),
+        metadata=documented(
+            "The number type of activations, and of weights that are not quantized. auto is the checkpoint's where that"
+            " has 16 bits, else bfloat16. On a CPU, which chooses by itself, only auto and float32."
+        ),
+    )
+    attention_backend: AttentionBackend | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(to_member_of(AttentionBackend)),
+        validator=optional(member_of(AttentionBackend)),
+        metadata=documented(
+            "On a GPU, whose attention is computed: this engine's own, torch's, or that of a library that is installed."
+            " Unset is the engine's own."
+        ),
+    )
+    deterministic: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented(
+            "On a GPU, a request's tokens do not depend on what else is computed with it; slower. On a CPU it is always"
+            " so."
+        ),
+    )
+    enforce_eager: bool = attrs.field(
+        default=False,
+        validator=flag(),
+        metadata=documented("On a GPU, record no graphs: the engine starts sooner, and small steps take longer."),
+    )
+    cudagraph_capture_sizes: tuple[int, ...] = attrs.field(
+        default=(),
+        converter=to_integers(),
+        validator=integers(1, 65536),
+        metadata=documented(
+            "On a GPU, the numbers of sequences that graphs of decode steps are recorded for. Unset is 1, 2, 4 and"
+            " multiples of 8 up to max_num_seqs, at most 256."
         ),
     )
     max_model_len: int | None = attrs.field(
@@ -177,7 +279,22 @@ class EngineConfig:
         validator=optional(integer(1)),
         metadata=documented(
             "Memory for the KV cache. Unset is a quarter of the machine's memory, or less where all sequences at full"
-            " length need less."
+            " length need less; on a GPU, what gpu_memory_utilization leaves."
+        ),
+    )
+    gpu_memory_utilization: float = attrs.field(
+        default=0.9,
+        validator=number(0.01, 1.0),
+        metadata=documented("The share of a GPU's memory that the engine may take, from 0.01 to 1."),
+    )
+    kv_cache_dtype: KVCacheDType = attrs.field(
+        default=KVCacheDType.AUTO,
+        converter=to_member_of(KVCacheDType),
+        validator=member_of(KVCacheDType),
+        metadata=documented(
+            "The number type of the KV cache. auto is that of the activations; fp8, which is fp8_e4m3, keeps twice as"
+            " many tokens, a little less exact, on a GPU of compute capability 8.9 or newer. On a CPU, which chooses by"
+            " itself, only auto."
         ),
     )
     max_num_seqs: int = attrs.field(
@@ -190,7 +307,7 @@ class EngineConfig:
         validator=optional(integer(1)),
         metadata=documented(
             "The most tokens, of prompts and answers together, in one step. Unset keeps a step near 300 ms, so that"
-            " a cancelled request is felt soon."
+            " a cancelled request is felt soon; on a GPU it is 8192, or 2048 where that has less than 40 GiB."
         ),
     )
     scheduling_policy: SchedulingPolicy = attrs.field(

@@ -26,6 +26,8 @@ NATIVE_FLOPS_PER_CPU_PER_S = 90e9
 cores."""
 
 _CGROUP = Path("/sys/fs/cgroup")
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""NVIDIA's driver on Linux, and Windows' below its own Linux."""
 
 
 def cache_dir() -> Path:
@@ -111,6 +113,14 @@ def are_cpu_kernels_off() -> bool:
     if setting not in ("on", "off"):
         raise ConfigError(f"{CPU_KERNELS_VARIABLE} must be on or off, not {setting!r}.", option=CPU_KERNELS_VARIABLE)
     return setting == "off"
+
+
+def may_have_gpu() -> bool:
+    """Whether a GPU of NVIDIA's may be there, and `CUDA_VISIBLE_DEVICES` does not hide it: worth asking torch, which
+    takes seconds to load."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    is_hidden = visible is not None and visible.partition(",")[0].strip() in ("", "-1")
+    return not is_hidden and any(path.exists() for path in _GPU_DEVICES)
 
 
 def hardware_facts(flops_per_cpu_per_s: float = FLOPS_PER_CPU_PER_S) -> HardwareFacts:

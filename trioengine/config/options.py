@@ -17,13 +17,14 @@ import attrs
 
 from trioengine.errors import ConfigError
 
-OptionValue: TypeAlias = str | int | float | bool | tuple[str, ...] | None
+OptionValue: TypeAlias = str | int | float | bool | tuple[str, ...] | tuple[int, ...] | None
 
 Section = TypeVar("Section", bound=attrs.AttrsInstance)
 Member = TypeVar("Member", bound=enum.StrEnum)
 Validator: TypeAlias = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 _HELP = "help"
+_LIST_KINDS: Mapping[object, type[str] | type[int]] = {tuple[str, ...]: str, tuple[int, ...]: int}
 
 
 @attrs.frozen
@@ -52,8 +53,8 @@ def options_of(section: type[attrs.AttrsInstance]) -> Iterator[Option]:
     """The options of a section, in its fields' order."""
     hints = typing.get_type_hints(section)
     for field in attrs.fields(section):
-        is_list = hints[field.name] == tuple[str, ...]
-        kind = str if is_list else _kind(hints[field.name])
+        list_kind = _LIST_KINDS.get(hints[field.name])
+        kind = list_kind or _kind(hints[field.name])
         choices = [str(member.value) for member in kind] if issubclass(kind, enum.StrEnum) else []
         is_section = attrs.has(kind)
         yield Option(
@@ -63,7 +64,7 @@ def options_of(section: type[attrs.AttrsInstance]) -> Iterator[Option]:
             help=field.metadata.get(_HELP, ""),
             choices=choices,
             is_section=is_section,
-            is_list=is_list,
+            is_list=list_kind is not None,
         )
 
 
@@ -88,9 +89,36 @@ def integer(minimum: int, maximum: int | None = None) -> Validator:
     return _check(int, minimum, maximum)
 
 
-def number(minimum: float) -> Validator:
-    """A validator: a finite number, at least this."""
-    return _check(float, minimum, None)
+def integers(minimum: int, maximum: int | None = None) -> Validator:
+    """A validator: a tuple of integers in this range. For a field whose converter is `to_integers()`."""
+    check_one = integer(minimum, maximum)
+
+    def check(config: object, field: "attrs.Attribute[Any]", value: object) -> None:
+        for member in cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,):
+            check_one(config, field, member)
+
+    return check
+
+
+def to_integers() -> Callable[[Any], tuple[int, ...]]:
+    """A converter: an integer alone, several, or a JSON list of them, as a tuple. Others are left to the validator."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return value
+        if isinstance(value, list):
+            return tuple(cast("list[object]", value))
+        return (value,) if type(value) is int else value
+
+    return convert
+
+
+def number(minimum: float, maximum: float | None = None) -> Validator:
+    """A validator: a finite number in this range."""
+    return _check(float, minimum, maximum)
 
 
 def text(pattern: str | None = None) -> Validator:

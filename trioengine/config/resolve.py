@@ -20,6 +20,15 @@ ENCODER_MAX_NUM_BATCHED_TOKENS = 2048
 MIN_NUM_LOGIT_ROWS = 256
 """Unless a step has fewer tokens. Few sequences, too, may have drafts or want log probabilities of their prompts."""
 KV_CACHE_SHARE_OF_RAM = 0.25
+GPU_MAX_NUM_BATCHED_TOKENS = 8192
+"""A third of a second for 8 billion weights on a card of 400 TFLOP/s; vLLM's, as is the smaller one."""
+SMALL_GPU_MAX_NUM_BATCHED_TOKENS = 2048
+SMALL_GPU_BYTES = 40 * 2**30
+"""Cards with less compute more slowly, and have little room for what lies between the operations of a step."""
+MAX_CAPTURE_SIZE = 256
+"""Larger steps take long enough to be started operation by operation."""
+MAX_GPU_KV_TOKENS = 2**24
+"""More than cards have room for, but with tiny models: the core keeps some 64 bytes for each block of these."""
 
 
 @attrs.frozen
@@ -44,6 +53,18 @@ class ModelShape:
 
 
 @attrs.frozen
+class GPUFacts:
+    """The GPU that an engine core computes on."""
+
+    name: str
+    capability: int
+    """Its compute capability, times 10: 90 is 9.0."""
+    total_bytes: int
+    free_bytes: int
+    """Before the engine takes any: other programs may have some."""
+
+
+@attrs.frozen
 class HardwareFacts:
     """What this process may use of the machine."""
 
@@ -51,6 +72,22 @@ class HardwareFacts:
     ram_bytes: int
     flops_per_s: float
     """Floating-point operations per second of a matrix product on all `num_cpus`. An estimate."""
+    gpu: GPUFacts | None = None
+    """None where the processors compute."""
+
+
+@attrs.frozen
+class GPUMemoryUse:
+    """What an engine takes of a GPU's memory beside its KV cache. Measured, once the weights are there."""
+
+    weights_bytes: int
+    step_bytes: int
+    """Of the largest step, at its peak, and of all that is there for steps."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.step_bytes
 
 
 @attrs.frozen
@@ -71,12 +108,23 @@ class ResolvedConfig:
     reasons: Mapping[str, str]
     """For each derived number its value and why: `{"cpu_threads": "2: one for each processor"}`."""
     async_scheduling: bool = False
+    cudagraph_capture_sizes: Sequence[int] = ()
+    """Rising: numbers of sequences, of steps that are recorded as graphs. None where the processors compute."""
 
 
-def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) -> ResolvedConfig:
+def resolve(
+    config: EngineConfig, model: ModelShape, hardware: HardwareFacts, gpu_memory: GPUMemoryUse | None = None
+) -> ResolvedConfig:
     """The numbers to run this model with on this machine.
 
     A value that the user set is taken as it is, or refused.
+
+    Args:
+        config: what the user asked for.
+        model: what is to be computed.
+        hardware: what computes it.
+        gpu_memory: of the GPU that there is. None while it is not known: then the KV cache has room for one sequence
+            of the maximum length, and the other numbers are what they will be.
 
     Raises:
         ConfigError: the options do not fit the model or the machine. `option` names the one to change.
@@ -87,7 +135,16 @@ def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) ->
     max_num_batched_tokens = _max_num_batched_tokens(config, model, hardware, cpu_threads, reasons)
     max_num_seqs = _max_num_seqs(config, max_num_batched_tokens, reasons)
     blocks_per_sequence = _blocks_per_sequence(config, model, max_model_len, max_num_batched_tokens)
-    num_kv_blocks = _num_kv_blocks(config, model, hardware, blocks_per_sequence, max_num_seqs, reasons)
+    block_bytes = [config.block_size * group.bytes_per_token for group in model.kv_groups]
+    if hardware.gpu is None:
+        memory = _kv_memory(config, hardware, block_bytes, blocks_per_sequence, max_num_seqs)
+    elif config.kv_cache_memory_bytes is not None:
+        whose = f"the memory of {hardware.gpu.name}"
+        memory = _kv_memory_as_set(config.kv_cache_memory_bytes, hardware.gpu.total_bytes, whose)
+    else:
+        one_sequence = sum(map(operator.mul, blocks_per_sequence, block_bytes))
+        memory = _gpu_kv_memory(config, model, hardware.gpu, gpu_memory, one_sequence)
+    num_kv_blocks = _num_kv_blocks(memory, block_bytes, config.block_size, blocks_per_sequence, max_num_seqs, reasons)
     return ResolvedConfig(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -97,7 +154,8 @@ def resolve(config: EngineConfig, model: ModelShape, hardware: HardwareFacts) ->
         num_kv_blocks=num_kv_blocks,
         num_offload_blocks=_num_offload_blocks(config, model, hardware, reasons),
         cpu_threads=cpu_threads,
-        async_scheduling=_async_scheduling(config, reasons),
+        async_scheduling=_async_scheduling(config, hardware, reasons),
+        cudagraph_capture_sizes=() if hardware.gpu is None else _capture_sizes(config, max_num_seqs, reasons),
         reasons=reasons,
     )
 
@@ -143,7 +201,7 @@ def resolve_encoder(config: EngineConfig, model: ModelShape, hardware: HardwareF
         num_kv_blocks=(2 * max_num_seqs,),
         num_offload_blocks=0,
         cpu_threads=cpu_threads,
-        async_scheduling=_async_scheduling(config, reasons),
+        async_scheduling=_async_scheduling(config, hardware, reasons),
         reasons=reasons,
     )
 
@@ -176,6 +234,13 @@ def _max_num_batched_tokens(
     if config.max_num_batched_tokens is not None:
         reasons["max_num_batched_tokens"] = f"{config.max_num_batched_tokens}: as set"
         return config.max_num_batched_tokens
+    if hardware.gpu is not None:
+        is_small = hardware.gpu.total_bytes < SMALL_GPU_BYTES
+        num_tokens = SMALL_GPU_MAX_NUM_BATCHED_TOKENS if is_small else GPU_MAX_NUM_BATCHED_TOKENS
+        reasons["max_num_batched_tokens"] = (
+            f"{num_tokens}: on a GPU with {'less than' if is_small else 'at least'} {_mebibytes(SMALL_GPU_BYTES)}"
+        )
+        return num_tokens
     seconds_per_token = _seconds_per_token(model, hardware, cpu_threads)
     fitting = _num_fitting_tokens(config, model, hardware, cpu_threads)
     num_tokens = max(MIN_NUM_BATCHED_TOKENS, min(CPU_MAX_NUM_BATCHED_TOKENS, fitting))
@@ -210,12 +275,35 @@ def _max_num_seqs(config: EngineConfig, max_num_batched_tokens: int, reasons: di
     return max_num_batched_tokens
 
 
-def _async_scheduling(config: EngineConfig, reasons: dict[str, str]) -> bool:
+def _async_scheduling(config: EngineConfig, hardware: HardwareFacts, reasons: dict[str, str]) -> bool:
     if config.async_scheduling is not None:
         reasons["async_scheduling"] = f"{config.async_scheduling}: as set"
         return config.async_scheduling
+    if hardware.gpu is not None:
+        reasons["async_scheduling"] = "True: a GPU computes a step while the processors schedule the next"
+        return True
     reasons["async_scheduling"] = "False: on a CPU, scheduling ahead takes the processors' time from the step that runs"
     return False
+
+
+def _capture_sizes(config: EngineConfig, max_num_seqs: int, reasons: dict[str, str]) -> Sequence[int]:
+    if config.enforce_eager:
+        reasons["cudagraph_capture_sizes"] = ": none, as enforce_eager is set"
+        return ()
+    if config.cudagraph_capture_sizes:
+        sizes = tuple(sorted({size for size in config.cudagraph_capture_sizes if size <= max_num_seqs}))
+        if not sizes:
+            raise ConfigError(
+                f"cudagraph_capture_sizes are all above the {max_num_seqs} sequences that a step may have.",
+                option="cudagraph_capture_sizes",
+            )
+        origin = "as set, up to max_num_seqs"
+    else:
+        most = min(max_num_seqs, MAX_CAPTURE_SIZE)
+        sizes = tuple(sorted({1, 2, 4, *range(8, most + 1, 8), most} & set(range(1, most + 1))))
+        origin = f"1, 2, 4, multiples of 8 and the most sequences of a step, at most {MAX_CAPTURE_SIZE}"
+    reasons["cudagraph_capture_sizes"] = f"{', '.join(map(str, sizes))}: {origin}"
+    return sizes
 
 
 def _blocks_per_sequence(
@@ -232,10 +320,75 @@ def _blocks_per_sequence(
     return num_blocks
 
 
-def _num_kv_blocks(
+@attrs.frozen
+class _KVMemory:
+    """What there is for the KV cache."""
+
+    num_bytes: int
+    origin: str
+    """Where the number comes from."""
+    option: str
+    """The one to change where it is too little."""
+    advice: str = "Set kv_cache_memory_bytes to at least that"
+
+
+def _kv_memory(
     config: EngineConfig,
-    model: ModelShape,
     hardware: HardwareFacts,
+    block_bytes: Sequence[int],
+    blocks_per_sequence: Sequence[int],
+    max_num_seqs: int,
+) -> _KVMemory:
+    """Of the machine's own memory."""
+    if config.kv_cache_memory_bytes is not None:
+        return _kv_memory_as_set(config.kv_cache_memory_bytes, hardware.ram_bytes, "this machine's memory")
+    needed_bytes = max_num_seqs * sum(map(operator.mul, blocks_per_sequence, block_bytes))
+    num_bytes = min(int(hardware.ram_bytes * KV_CACHE_SHARE_OF_RAM), needed_bytes)
+    origin = (
+        f"what {max_num_seqs} sequences of the maximum length need"
+        if num_bytes == needed_bytes
+        else f"a quarter of {_mebibytes(hardware.ram_bytes)} memory"
+    )
+    return _KVMemory(num_bytes, origin, "kv_cache_memory_bytes")
+
+
+def _kv_memory_as_set(num_bytes: int, all_bytes: int, whose: str) -> _KVMemory:
+    if num_bytes > all_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {num_bytes}, more than {whose} of {all_bytes} bytes.",
+            option="kv_cache_memory_bytes",
+        )
+    return _KVMemory(num_bytes, "kv_cache_memory_bytes as set", "kv_cache_memory_bytes")
+
+
+def _gpu_kv_memory(
+    config: EngineConfig, model: ModelShape, gpu: GPUFacts, use: GPUMemoryUse | None, one_sequence: int
+) -> _KVMemory:
+    """Of a GPU's memory, where the user has set no number. `one_sequence`: the bytes that it needs."""
+    share, option = config.gpu_memory_utilization, "gpu_memory_utilization"
+    allowed_bytes = int(gpu.total_bytes * share)
+    if allowed_bytes > gpu.free_bytes:
+        raise ConfigError(
+            f"gpu_memory_utilization is {share:g}: {_mebibytes(allowed_bytes)} of {gpu.name}, but other programs leave"
+            f" only {_mebibytes(gpu.free_bytes)} of it. End them, or lower it.",
+            option=option,
+        )
+    if use is None:
+        return _KVMemory(one_sequence, "one sequence of the maximum length", option)
+    origin = (
+        f"what {share:g} of {_mebibytes(gpu.total_bytes)} leave beside {_mebibytes(use.weights_bytes)} of weights and"
+        f" {_mebibytes(use.step_bytes)} for a step"
+    )
+    most_bytes = max(one_sequence, MAX_GPU_KV_TOKENS * sum(group.bytes_per_token for group in model.kv_groups))
+    num_bytes = min(max(0, allowed_bytes - use.num_bytes), most_bytes)
+    advice = "Raise gpu_memory_utilization, lower max_num_batched_tokens, quantize the weights"
+    return _KVMemory(num_bytes, origin, option, advice)
+
+
+def _num_kv_blocks(
+    memory: _KVMemory,
+    block_bytes: Sequence[int],
+    block_size: int,
     blocks_per_sequence: Sequence[int],
     max_num_seqs: int,
     reasons: dict[str, str],
@@ -244,31 +397,14 @@ def _num_kv_blocks(
 
     So shorter sequences do not find one group full while the others are empty.
     """
-    block_bytes = [config.block_size * group.bytes_per_token for group in model.kv_groups]
     least_bytes = sum(map(operator.mul, blocks_per_sequence, block_bytes))
     needed = [max_num_seqs * number for number in blocks_per_sequence]
-    if config.kv_cache_memory_bytes is not None:
-        if config.kv_cache_memory_bytes > hardware.ram_bytes:
-            raise ConfigError(
-                f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, more than this machine's memory of"
-                f" {hardware.ram_bytes} bytes.",
-                option="kv_cache_memory_bytes",
-            )
-        num_bytes, origin = config.kv_cache_memory_bytes, "kv_cache_memory_bytes as set"
-    else:
-        needed_bytes = sum(map(operator.mul, needed, block_bytes))
-        num_bytes = min(int(hardware.ram_bytes * KV_CACHE_SHARE_OF_RAM), needed_bytes)
-        origin = (
-            f"what {max_num_seqs} sequences of the maximum length need"
-            if num_bytes == needed_bytes
-            else f"a quarter of {_mebibytes(hardware.ram_bytes)} memory"
-        )
+    num_bytes = memory.num_bytes
     if num_bytes < least_bytes:
         raise ConfigError(
-            f"The KV cache has room for {num_bytes // sum(block_bytes) * config.block_size} tokens ({origin}), but one"
-            f" sequence of the maximum length needs {least_bytes} bytes. Set kv_cache_memory_bytes to at least that, or"
-            " lower max_model_len.",
-            option="kv_cache_memory_bytes",
+            f"The KV cache has room for {num_bytes // sum(block_bytes) * block_size} tokens ({memory.origin}), but one"
+            f" sequence of the maximum length needs {least_bytes} bytes. {memory.advice}, or lower max_model_len.",
+            option=memory.option,
         )
     # More than all sequences need only keeps prefixes, for which a window's blocks are no use without all others.
     most = [number if number < max(needed) else num_bytes for number in needed]
@@ -279,7 +415,7 @@ def _num_kv_blocks(
         f"{_mebibytes(number * size)} in blocks of {size} bytes"
         for number, size in zip(num_blocks, block_bytes, strict=True)
     ]
-    reasons["num_kv_blocks"] = f"{', '.join(map(str, num_blocks))}: {', '.join(sizes)}; {origin}"
+    reasons["num_kv_blocks"] = f"{', '.join(map(str, num_blocks))}: {', '.join(sizes)}; {memory.origin}"
     return num_blocks
 
 

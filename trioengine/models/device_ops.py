@@ -201,7 +201,6 @@ class DeviceOps:
             num_per_token=choice.num_experts_per_token,
             is_normalized=choice.has_normalized_weights,
             activation=_ACTIVATION_NAMES[activation],
-            is_deterministic=self._is_deterministic,
         )
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:

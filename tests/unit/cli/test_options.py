@@ -56,6 +56,13 @@ def test_a_list_is_an_option_several_times_or_json(words: list[str]) -> None:
     assert section_from(parse(*words), ServerConfig) == ServerConfig(allowed_hosts=("a.example", "[::1]"))
 
 
+def test_a_list_of_numbers_is_one_argument_after_another() -> None:
+    config = EngineConfig(model="some.gguf", cudagraph_capture_sizes=(1, 2, 8))
+    assert engine_config_from(parse("some.gguf", "--cudagraph-capture-sizes", "1", "2", "8")) == config
+    words = ["--cudagraph-capture-sizes", "1", "2", "--cudagraph-capture-sizes", "8", "--", "some.gguf"]
+    assert engine_config_from(parse(*words)) == config
+
+
 @pytest.mark.parametrize("value", ['["a.example", 3]', '[["a"]]', "a/b"])
 def test_members_that_cannot_work_are_an_error_of_the_list(value: str) -> None:
     with pytest.raises(ConfigError, match="allowed_hosts"):
@@ -89,15 +96,18 @@ def test_a_command_of_vllms_works_and_says_what_is_ignored(caplog: pytest.LogCap
     words += " --max-model-len 4096 --max-num-seqs 8 --enforce-eager --trust-remote-code --enable-auto-tool-choice"
     words += " --tool-call-parser hermes --reasoning-parser qwen3 --disable-log-requests --uvicorn-log-level warning"
     words += " --served-model-name mine --enable-prefix-caching --disable-uvicorn-access-log --swap-space 4"
+    words += " -q int8 --cuda-graph-sizes 1 2"
     arguments = parse_serve(*words.split())
     engine = engine_config_from(arguments)
     assert (engine.model, engine.served_model_name, engine.max_num_seqs) == ("served/model", "mine", 8)
+    assert (engine.dtype, engine.gpu_memory_utilization, engine.enforce_eager) == ("auto", 0.9, True)
+    assert (engine.quantization, engine.cudagraph_capture_sizes) == ("int8", (1, 2))
     server = section_from(arguments, ServerConfig)
     assert (server.port, server.host, server.api_key, server.access_log) == (9000, "::1", ("k",), False)
     with caplog.at_level("INFO"):
         tell_ignored(arguments)
     [record] = caplog.records
-    for flag in ("--dtype auto", "--tensor-parallel-size 1", "--enforce-eager", "--uvicorn-log-level warning"):
+    for flag in ("--tensor-parallel-size 1", "--trust-remote-code", "--uvicorn-log-level warning"):
         assert flag in record.message
     assert "--max-num-seqs" not in record.message
 

@@ -76,3 +76,27 @@ def test_a_word_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TRIOENGINE_CPU_KERNELS", "maybe")
     with pytest.raises(ConfigError, match="TRIOENGINE_CPU_KERNELS"):
         env.are_cpu_kernels_off()
+
+
+@pytest.mark.parametrize(
+    ("has_driver", "visible", "may_have"),
+    [
+        (False, None, False),
+        (True, None, True),
+        (True, "1,2", True),
+        (True, "", False),
+        (True, "-1", False),
+        (False, "0", False),
+    ],
+)
+def test_a_gpu_is_looked_for_where_the_driver_has_one_and_nobody_hides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_driver: bool, visible: str | None, may_have: bool
+) -> None:
+    device = tmp_path / "nvidiactl"
+    if has_driver:
+        device.touch()
+    monkeypatch.setattr(env, "_GPU_DEVICES", (tmp_path / "other", device))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert env.may_have_gpu() is may_have

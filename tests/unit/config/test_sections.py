@@ -8,6 +8,8 @@ import pytest
 
 from trioengine.config import EngineConfig, ServerConfig
 from trioengine.config.engine import (
+    DType,
+    KVCacheDType,
     LogprobsMode,
     Quantization,
     ReasoningParser,
@@ -31,6 +33,21 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ("served_model_name", ""),
         ("quantization", "int3"),
         ("quantization", 8),
+        ("device", "tpu"),
+        ("device", None),
+        ("dtype", "float64"),
+        ("kv_cache_dtype", "fp8_e5m2"),
+        ("attention_backend", "XFORMERS"),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", 1.1),
+        ("gpu_memory_utilization", True),
+        ("enforce_eager", "yes"),
+        ("deterministic", 1),
+        ("cudagraph_capture_sizes", 0),
+        ("cudagraph_capture_sizes", [1, 0]),
+        ("cudagraph_capture_sizes", [1, True]),
+        ("cudagraph_capture_sizes", "[1, 2"),
+        ("cudagraph_capture_sizes", None),
         ("max_model_len", 1),
         ("max_model_len", "2048"),
         ("block_size", 0),
@@ -112,6 +129,8 @@ def test_an_unknown_option_is_refused_by_name() -> None:
             max_num_seqs=3,
             step_timeout_s=2,
             quantization=Quantization.INT8,
+            kv_cache_dtype=KVCacheDType.FP8,
+            cudagraph_capture_sizes=(1, 2, 4),
             scheduling_policy=SchedulingPolicy.PRIORITY,
             async_scheduling=False,
             enable_prefix_caching=False,
@@ -144,13 +163,33 @@ def test_options_tell_type_and_default_of_each_field() -> None:
     assert (options["max_model_len"].kind, options["max_model_len"].default) == (int, None)
     assert (options["step_timeout_s"].kind, options["step_timeout_s"].default) == (float, 120.0)
     assert (options["model"].kind, options["model"].default) == (str, None)
-    assert (options["quantization"].kind, options["quantization"].choices) == (str, ["int8", "int4"])
+    assert (options["quantization"].kind, options["quantization"].choices) == (str, ["int8", "int4", "fp8"])
+    sizes = options["cudagraph_capture_sizes"]
+    assert (sizes.kind, sizes.is_list, sizes.default) == (int, True, ())
     assert (options["async_scheduling"].kind, options["async_scheduling"].default) == (bool, None)
     assert options["speculative_config"].is_section
 
 
 def test_a_choice_may_be_named_by_its_text() -> None:
     assert from_dict(EngineConfig, {"quantization": "int4"}) == EngineConfig(quantization=Quantization.INT4)
+
+
+@pytest.mark.parametrize("value", [(1, 2), [1, 2], "[1, 2]"])
+def test_a_list_of_numbers_may_be_json(value: object) -> None:
+    assert from_dict(EngineConfig, {"cudagraph_capture_sizes": value}) == EngineConfig(cudagraph_capture_sizes=(1, 2))
+    assert EngineConfig(cudagraph_capture_sizes=3).cudagraph_capture_sizes == (3,)  # type: ignore[arg-type]
+
+
+def test_types_of_numbers_have_vllms_names() -> None:
+    assert {dtype: dtype.plain for dtype in DType} == {
+        DType.AUTO: DType.AUTO,
+        DType.HALF: DType.FLOAT16,
+        DType.FLOAT16: DType.FLOAT16,
+        DType.BFLOAT16: DType.BFLOAT16,
+        DType.FLOAT: DType.FLOAT32,
+        DType.FLOAT32: DType.FLOAT32,
+    }
+    assert [dtype for dtype in KVCacheDType if dtype.is_fp8] == [KVCacheDType.FP8, KVCacheDType.FP8_E4M3]
 
 
 @pytest.mark.parametrize("value", [NGRAM, json.dumps(NGRAM)], ids=["mapping", "text"])

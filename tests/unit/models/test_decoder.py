@@ -1,7 +1,8 @@
 """The decoder's logits equal transformers', however the tokens are cut into steps and wherever their blocks lie.
 
 Each case is a tiny random model of a family with switches set; its mutations say which of these would be missed if they
-were wrong. The native kernels compute the same, as far as keys and values in halves allow.
+were wrong. The native kernels compute the same, as far as keys and values in halves allow, and so do a device's
+operations.
 """
 
 import functools
@@ -22,6 +23,8 @@ from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import Quantization  # noqa: E402
 from trioengine.models.config import Activation, Rope  # noqa: E402
 from trioengine.models.decoder import Decoder, Rotation  # noqa: E402
+from trioengine.models.device_ops import prepared  # noqa: E402
+from trioengine.models.device_weights import DeviceWeightMaker  # noqa: E402
 from trioengine.models.loader import LoadedModel, load_model, open_checkpoint  # noqa: E402
 from trioengine.models.native_ops import NativeWeights  # noqa: E402
 from trioengine.models.rope import inverse_frequencies  # noqa: E402
@@ -31,7 +34,7 @@ from trioengine.models.torch_ops import (  # noqa: E402
     TorchOps,
     TorchWeights,
 )
-from trioengine.testing.logits import HalfCacheOps, native_logits, torch_logits  # noqa: E402
+from trioengine.testing.logits import HalfCacheOps, device_logits, native_logits, torch_logits  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 
 BLOCK_SIZE = 4
@@ -370,6 +373,10 @@ class Models:
         library = native_library()
         return self.load(NativeWeights(library, ThreadPool(library, 2)))
 
+    @functools.cached_property
+    def device(self):
+        return prepared(self.load(DeviceWeightMaker(torch.device("cpu"), torch.float32)))
+
     def load(self, maker):
         return load_model(self.checkpoint, maker, max_length=self.case.max_length)
 
@@ -527,6 +534,15 @@ def test_the_native_kernels_compute_the_same(models) -> None:
     assert difference(whole, expected) < NATIVE_TOLERANCE
     for name, mutant in models.mutants(models.native):
         assert difference(native_logits(mutant, tokens, [41]), expected) > 2 * NATIVE_TOLERANCE, name
+
+
+def test_a_device_computes_the_same(models) -> None:
+    """However the tokens are cut; each switch is alive there, too."""
+    tokens = [(place * 29 + place * place * 5 + 3) % TINY["vocab_size"] for place in range(41)]
+    expected = torch_logits(models.torch, tokens)
+    assert difference(device_logits(models.device, tokens, [3, 16, 1, 21]), expected) < TOLERANCE
+    for name, mutant in models.mutants(models.device):
+        assert difference(device_logits(mutant, tokens, [41]), expected) > 2 * TOLERANCE, name
 
 
 def test_of_a_model_that_sees_its_text_is_computed(tmp_path) -> None:
