@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from trioengine_kernels.native import compiler as compiling
 from trioengine_kernels.native import library as native
-from trioengine_kernels.native.library import Compiler, Isa, Library, NativeUnavailableError, ThreadPool
+from trioengine_kernels.native.compiler import Compiler, NativeUnavailableError
+from trioengine_kernels.native.library import Isa, Library, ThreadPool
 
 
 @pytest.fixture
 def compiler():
     try:
-        return native.find_compiler()
+        return compiling.find_compiler()
     except NativeUnavailableError as error:
         pytest.skip(str(error))
 
@@ -26,7 +28,7 @@ def tiny_sources(tmp_path, monkeypatch):
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / "tiny.c").write_text('__attribute__((visibility("default"))) int te_isa(void) { return 0; }\n')
-    monkeypatch.setattr(native, "SOURCES", folder)
+    monkeypatch.setattr(compiling, "SOURCES", folder)
     monkeypatch.setattr(native, "PREBUILT", tmp_path / "none.so")
     return folder
 
@@ -41,10 +43,10 @@ def test_what_was_built_once_is_loaded_without_a_compiler(tmp_path, tiny_sources
 
 
 def test_changed_sources_or_another_compiler_are_built_anew(tmp_path, tiny_sources, compiler):
-    names = {native._build_key(compiler)}
+    names = {compiling.build_key(compiler)}
     (tiny_sources / "tiny.c").write_text("int other;\n")
-    names.add(native._build_key(compiler))
-    names.add(native._build_key(Compiler(compiler.command, "another")))
+    names.add(compiling.build_key(compiler))
+    names.add(compiling.build_key(Compiler(compiler.command, "another")))
     assert len(names) == 3
 
 
@@ -61,13 +63,13 @@ def test_an_old_compiler_leaves_out_the_processors_that_it_does_not_know(tmp_pat
     old.write_text(f'#!/bin/sh\n{refuse}\nexec {shlex.join(compiler.command)} "$@"\n')
     old.chmod(0o700)
     (tiny_sources / "tiny.c").write_text("#if defined(TE_HAVE_AVXVNNI)\n#error\n#endif\nint te_tiny;\n")
-    native.build(tmp_path / "tiny.so", Compiler((str(old),), "old"))
+    compiling.build(tmp_path / "tiny.so", Compiler((str(old),), "old"))
     assert (tmp_path / "tiny.so").exists()
 
 
 def test_no_compiler_is_reported(tmp_path, tiny_sources, monkeypatch):
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NativeUnavailableError, match="no C compiler"):
         native.load_library(tmp_path / "cache")
 
@@ -80,7 +82,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path, tiny_sources, com
 
 def test_a_prebuilt_object_wins(tmp_path, tiny_sources, compiler, monkeypatch):
     prebuilt = tmp_path / "prebuilt.so"
-    native.build(prebuilt, compiler)
+    compiling.build(prebuilt, compiler)
     monkeypatch.setattr(native, "PREBUILT", prebuilt)
     assert native.load_library(tmp_path / "cache").path == prebuilt
     assert not (tmp_path / "cache").exists()
@@ -88,8 +90,8 @@ def test_a_prebuilt_object_wins(tmp_path, tiny_sources, compiler, monkeypatch):
 
 def test_two_processes_that_build_at_once_both_load(tmp_path, tiny_sources, compiler):
     program = (
-        "import sys; from pathlib import Path; from trioengine_kernels.native import library as native;"
-        "native.SOURCES, native.PREBUILT = Path(sys.argv[1]), Path('/none');"
+        "import sys; from pathlib import Path; from trioengine_kernels.native import compiler, library as native;"
+        "compiler.SOURCES, native.PREBUILT = Path(sys.argv[1]), Path('/none');"
         "print(native.load_library(Path(sys.argv[2])).path)"
     )
     command = [sys.executable, "-P", "-c", program, str(tiny_sources), str(tmp_path / "cache")]
@@ -216,5 +218,5 @@ def test_pools_come_and_go_without_leaving_threads(library):
 
 @pytest.mark.slow
 def test_the_sources_compile_without_a_warning(tmp_path, compiler):
-    native.build(tmp_path / "strict.so", compiler, ["-Werror", "-O1"])
+    compiling.build(tmp_path / "strict.so", compiler, ["-Werror", "-O1"])
     assert (tmp_path / "strict.so").exists()

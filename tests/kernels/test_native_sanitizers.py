@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trioengine_kernels.native import library as native
+from trioengine_kernels.native import compiler as native
 
 pytestmark = pytest.mark.slow
 

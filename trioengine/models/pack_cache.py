@@ -31,7 +31,8 @@ from typing import BinaryIO, Protocol, cast
 import attrs
 import numpy as np
 from numpy.typing import NDArray
-from trioengine_kernels.native.library import SOURCES, Library
+from trioengine_kernels.native.compiler import SOURCES
+from trioengine_kernels.native.library import Library
 from trioengine_kernels.native.tiles import TileKind, WeightTiles
 
 from trioengine.models.loader import CheckpointVersion
