@@ -40,3 +40,17 @@ def isa(request: pytest.FixtureRequest, library: Library) -> Iterator[Isa]:
         pytest.skip(str(error))
     yield request.param
     library.set_isa(before)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.empty` makes is full of NaN, or of -1, so that whoever reads what nobody wrote is found out."""
+    torch = pytest.importorskip("torch")
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def poisoned(*args, make=make, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+        monkeypatch.setattr(torch, name, poisoned)
