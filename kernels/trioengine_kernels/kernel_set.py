@@ -45,6 +45,8 @@ class KernelSet:
     """Masks, biases and penalties of logits."""
     sample: Callable[..., tuple[Tensor, Tensor]]
     """A token for each row of logits, and whether there was one."""
+    processed_logits: Callable[..., Tensor]
+    """What `sample` draws from."""
     logprobs: Callable[..., object]
     """Log probabilities of tokens and of the most likely ones: `sampling.reference.Logprobs`."""
 
@@ -61,7 +63,7 @@ def reference_kernels() -> KernelSet:
     from trioengine_kernels.quantized_linear.reference import quantized_linear
     from trioengine_kernels.rms_norm.reference import add_rms_norm, rms_norm
     from trioengine_kernels.rope_write_kv.reference import rope_write_kv
-    from trioengine_kernels.sampling.device_reference import apply_rules, logprobs, sample
+    from trioengine_kernels.sampling.device_reference import apply_rules, logprobs, processed_logits, sample
     from trioengine_kernels.silu_and_mul.reference import silu_and_mul
     from trioengine_kernels.soft_cap.reference import soft_cap
 
@@ -81,6 +83,7 @@ def reference_kernels() -> KernelSet:
         prepare_step=prepare_step,
         apply_rules=apply_rules,
         sample=sample,
+        processed_logits=processed_logits,
         logprobs=logprobs,
     )
 
@@ -101,7 +104,7 @@ def triton_kernels(attention: Callable[..., Tensor] | None = None) -> KernelSet:
     from trioengine_kernels.quantized_linear.triton import quantized_linear
     from trioengine_kernels.rms_norm.triton import add_rms_norm, rms_norm
     from trioengine_kernels.rope_write_kv.triton import rope_write_kv
-    from trioengine_kernels.sampling.triton import apply_rules, logprobs, sample
+    from trioengine_kernels.sampling.triton import apply_rules, logprobs, processed_logits, sample
     from trioengine_kernels.silu_and_mul.triton import silu_and_mul
     from trioengine_kernels.soft_cap.triton import soft_cap
 
@@ -121,5 +124,6 @@ def triton_kernels(attention: Callable[..., Tensor] | None = None) -> KernelSet:
         prepare_step=prepare_step,
         apply_rules=apply_rules,
         sample=sample,
+        processed_logits=processed_logits,
         logprobs=logprobs,
     )

@@ -5,29 +5,36 @@ The one module outside `worker` that imports it, and with it what computes: only
 
 import functools
 import logging
+from typing import TYPE_CHECKING
 
 from trioengine.checkpoint.locate import ModelLocation
 from trioengine.config import env
 from trioengine.config.engine import EngineConfig
-from trioengine.config.resolve import ModelShape, ResolvedConfig, resolve, resolve_encoder
+from trioengine.config.resolve import GPUMemoryUse, ModelShape, ResolvedConfig, resolve, resolve_encoder
 from trioengine.core.background import Background
 from trioengine.core.config import CoreConfig
 from trioengine.core.engine_core import EngineCore
 from trioengine.core.structured_output import StructuredOutputs
 from trioengine.models.encoder_loader import EncoderCheckpoint, open_encoder
-from trioengine.models.loader import Checkpoint
 from trioengine.runtime.core_process import BuiltCore, ReportProgress
 from trioengine.runtime.launch import CoreLaunch
 from trioengine.tokenizer.tokenizer import load_tokenizer
 from trioengine.transport.zmq_blocking import Waker
 from trioengine.types.messages import ModelFacts, Ready
 
+if TYPE_CHECKING:
+    from trioengine.worker.loading import Computer
+
 logger = logging.getLogger(__name__)
 
 
 def build_launched_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
     """The core that a core process runs."""
-    return build_engine_core(launch.config, launch.model, progress, draft_location=launch.draft_model)
+    # A core that is alone on its machine, or is started by itself, has the first GPU that it sees.
+    gpu_index = launch.rank if launch.config.data_parallel_rank is None else 0
+    return build_engine_core(
+        launch.config, launch.model, progress, draft_location=launch.draft_model, gpu_index=gpu_index
+    )
 
 
 def build_engine_core(
@@ -36,6 +43,8 @@ def build_engine_core(
     progress: ReportProgress = lambda _stage, _fraction: None,
     *,
     draft_location: ModelLocation | None = None,
+    gpu_index: int = 0,
+    computer: "Computer | None" = None,
 ) -> BuiltCore:
     """Load a model, and a core around it.
 
@@ -44,6 +53,8 @@ def build_engine_core(
         location: of the model.
         progress: called with a stage and a fraction.
         draft_location: of `config.draft_model`.
+        gpu_index: which of this machine's GPUs is the core's, where one computes.
+        computer: what computes a model that generates text; None chooses.
 
     Raises:
         CheckpointError, ConfigError: the model or an option cannot work.
@@ -59,18 +70,21 @@ def build_engine_core(
         load_executor,
         open_draft_checkpoint,
         open_model,
-        transformers_computer,
     )
 
     checkpoint = open_model(location)
     model = checkpoint.config
-    is_ours = isinstance(checkpoint, Checkpoint)
-    computer = choose_computer(config, location) if is_ours else transformers_computer(config)
+    computer = computer or choose_computer(config, checkpoint, gpu_index)
     draft = None if draft_location is None else open_draft_checkpoint(config, draft_location, model)
     shape = computer.shape(model, None if draft is None else draft.config)
-    resolved = resolve(config, shape, computer.hardware_facts())
-    for reason in resolved.reasons.items():
-        logger.debug("%s = %s", *reason)
+    hardware = computer.hardware_facts()
+    resolved = resolve(config, shape, hardware)
+
+    def with_gpu_memory(use: GPUMemoryUse) -> ResolvedConfig:
+        nonlocal resolved
+        resolved = resolve(config, shape, hardware, use)
+        return resolved
+
     # When something needs it first. At worst two threads load it at once, and one of the two is kept.
     tokenizer = functools.cache(lambda: load_tokenizer(location))
     executor = load_executor(
@@ -82,11 +96,14 @@ def build_engine_core(
         logprobs_mode=config.logprobs_mode,
         draft=draft,
         tokenizer=tokenizer,
-        report=lambda fraction: progress("loading the weights", fraction),
+        report=progress,
         max_loras=config.max_loras if config.enable_lora else 0,
         max_lora_rank=config.max_lora_rank,
         profile_dir=config.profile_dir,
+        with_gpu_memory=with_gpu_memory,
     )
+    for reason in resolved.reasons.items():
+        logger.debug("%s = %s", *reason)
     waker = Waker()
     structured_outputs = StructuredOutputs(
         tokenizer,
@@ -131,7 +148,7 @@ def _build_encoder_core(config: EngineConfig, checkpoint: EncoderCheckpoint, pro
     from trioengine.worker.loading import choose_computer
 
     model = checkpoint.config
-    computer = choose_computer(config, checkpoint.location)
+    computer = choose_computer(config, checkpoint)
     shape = ModelShape(model.num_parameters, model.max_length, (), model.vocab_size)
     resolved = resolve_encoder(config, shape, computer.hardware_facts())
     for reason in resolved.reasons.items():

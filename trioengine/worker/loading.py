@@ -1,6 +1,6 @@
-"""Chooses what computes a model, and loads it for that: the native CPU kernels, or torch where those cannot.
+"""Chooses what computes a model, and loads it for that: a GPU, the native CPU kernels, or torch where those cannot.
 
-Torch is imported only where it computes.
+Torch is imported only where it computes, or may.
 """
 
 import importlib.util
@@ -18,16 +18,18 @@ from trioengine.checkpoint.locate import ModelKind, ModelLocation
 from trioengine.checkpoint.safetensors import open_safetensors
 from trioengine.checkpoint.small_files import read_json_object
 from trioengine.config import env
-from trioengine.config.engine import EngineConfig, LogprobsMode, Quantization
-from trioengine.config.resolve import HardwareFacts, KVGroupShape, ModelShape, ResolvedConfig
+from trioengine.config.engine import Device, DType, EngineConfig, KVCacheDType, LogprobsMode, Quantization
+from trioengine.config.resolve import GPUMemoryUse, HardwareFacts, KVGroupShape, ModelShape, ResolvedConfig
 from trioengine.errors import CheckpointError, ConfigError, EngineStartError
 from trioengine.models.config import ARCHITECTURES, ModelConfig
+from trioengine.models.encoder_loader import EncoderCheckpoint
 from trioengine.models.loader import Checkpoint, ReportFraction, open_checkpoint
 from trioengine.models.lora import read_lora
 from trioengine.models.source import TensorLayout, ggml_type_of
 from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.worker.backend import Backend
+from trioengine.worker.device.find import NoGPUError, find_gpu
 from trioengine.worker.draft import DraftModel, draft_block_group
 from trioengine.worker.executor import LocalExecutor
 from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
@@ -37,6 +39,7 @@ from trioengine.worker.shared_operations import ModelInfo
 from trioengine.worker.weight_transfer import ReplaceableWeights, WeightTransfer
 
 if TYPE_CHECKING:
+    from trioengine.worker.device.loading import DeviceComputer
     from trioengine.worker.transformers_checkpoint import TransformersCheckpoint, TransformersConfig
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,13 @@ class Computer:
 
     library: Library | None
     """The native kernels; None is torch."""
+    device: "DeviceComputer | None" = None
+    """Computes in place of both."""
+
+    @property
+    def name(self) -> str:
+        """Of what computes."""
+        return "cuda" if self.device is not None else "torch" if self.library is None else "native"
 
     def shape(self, model: AnyConfig, draft_model: ModelConfig | None = None) -> ModelShape:
         """The sizes that `config.resolve` wants to know of a model, with its draft model's part of the KV cache.
@@ -80,13 +90,16 @@ class Computer:
 
     def _kv_bytes(self, model: ModelConfig) -> int:
         """Of a token in one layer."""
+        if self.device is not None:
+            return self.device.kv_bytes(model)
         if self.library is None:
             return 2 * model.num_kv_heads * model.head_dim * TORCH_KV_VALUE_BYTES
         return KVCache.bytes_per_token(num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
 
     def hardware_facts(self) -> HardwareFacts:
         """What this process may use, and how fast this computes with it."""
-        return env.hardware_facts(env.FLOPS_PER_CPU_PER_S if self.library is None else env.NATIVE_FLOPS_PER_CPU_PER_S)
+        facts = env.hardware_facts(env.FLOPS_PER_CPU_PER_S if self.library is None else env.NATIVE_FLOPS_PER_CPU_PER_S)
+        return facts if self.device is None else attrs.evolve(facts, gpu=self.device.facts)
 
 
 def open_model(location: ModelLocation) -> AnyCheckpoint:
@@ -124,32 +137,83 @@ def _unknown_architecture(location: ModelLocation) -> str | None:
     return name if isinstance(name, str) and name not in ARCHITECTURES else None
 
 
-def transformers_computer(config: EngineConfig) -> Computer:
-    """What computes a `TransformersCheckpoint`: torch.
+def choose_computer(
+    config: EngineConfig, checkpoint: AnyCheckpoint | EncoderCheckpoint, gpu_index: int = 0
+) -> Computer:
+    """A GPU where there is one and this engine's decoder is computed; else the native kernels where they can be had.
+
+    They are built at the first use on a machine, which takes seconds. Else torch: one line in the log says why, and
+    what is lost.
+
+    Args:
+        config: what the user asked for.
+        checkpoint: the model.
+        gpu_index: which of the machine's GPUs.
 
     Raises:
-        ConfigError: an option cannot be had with it.
+        ConfigError: an option cannot be kept by what computes.
+        EngineStartError: torch is not installed either.
     """
+    if config.quantization is not None and checkpoint.location.kind is ModelKind.GGUF:
+        raise ConfigError(
+            f"quantization is for folders with safetensors; {checkpoint.location.path.name} has types of its own.",
+            option="quantization",
+        )
+    device = _find_device(config, checkpoint, gpu_index)
+    if device is not None:
+        return Computer(None, device)
+    _check_cpu_options(config)
+    if isinstance(checkpoint, (Checkpoint, EncoderCheckpoint)):
+        return _native_or_torch(config)
     for option, is_set in (("quantization", config.quantization is not None), ("enable_lora", config.enable_lora)):
         if is_set:
             raise ConfigError(f"transformers' code computes this model, without {option}.", option=option)
     return Computer(None)
 
 
-def choose_computer(config: EngineConfig, location: ModelLocation) -> Computer:
-    """The native kernels where they can be had; they are built at the first use on a machine, which takes seconds.
+def _find_device(
+    config: EngineConfig, checkpoint: AnyCheckpoint | EncoderCheckpoint, gpu_index: int
+) -> "DeviceComputer | None":
+    """The GPU that computes a model; None where the processors do."""
+    if config.device is Device.CPU:
+        return None
+    try:
+        if isinstance(checkpoint, EncoderCheckpoint):
+            raise NoGPUError("Models that only give vectors are computed by the processors.")
+        if not isinstance(checkpoint, Checkpoint):
+            raise NoGPUError("What transformers' code computes is computed by the processors.")
+        facts = find_gpu(gpu_index)
+    except NoGPUError as error:
+        if config.device is Device.CUDA:
+            raise ConfigError(f"device cuda cannot be had. {error}", option="device") from error
+        if env.may_have_gpu():
+            logger.warning("The processors compute, not a GPU. %s", error)
+        return None
+    from trioengine.worker.device.loading import open_gpu
 
-    Else torch: one line in the log says why, and what is lost.
+    return open_gpu(config, checkpoint, facts, gpu_index)
 
-    Raises:
-        ConfigError: `quantization` is asked for and cannot be had.
-        EngineStartError: torch is not installed either.
-    """
-    if config.quantization is not None and location.kind is ModelKind.GGUF:
-        raise ConfigError(
-            f"quantization is for folders with safetensors; {location.path.name} has types of its own.",
-            option="quantization",
-        )
+
+def _check_cpu_options(config: EngineConfig) -> None:
+    """Refuse what only a GPU could keep. What asks for nothing, and what is always so on a CPU, is fine."""
+    refused = {
+        "dtype": config.dtype.plain not in (DType.AUTO, DType.FLOAT32),
+        "kv_cache_dtype": config.kv_cache_dtype is not KVCacheDType.AUTO,
+        "quantization": config.quantization is Quantization.FP8,
+        "attention_backend": config.attention_backend is not None,
+        "cudagraph_capture_sizes": bool(config.cudagraph_capture_sizes),
+    }
+    for option, is_refused in refused.items():
+        if is_refused:
+            value = getattr(config, option)
+            raise ConfigError(
+                f"{option} {value} needs a GPU, and the processors compute this model. Leave it out, or find out with"
+                " device cuda why no GPU does.",
+                option=option,
+            )
+
+
+def _native_or_torch(config: EngineConfig) -> Computer:
     try:
         if env.are_cpu_kernels_off():
             raise NativeUnavailableError(f"{env.CPU_KERNELS_VARIABLE} is off.")
@@ -206,14 +270,15 @@ def load_executor(
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     draft: Checkpoint | None = None,
     tokenizer: Callable[[], Tokenizer] | None = None,
-    report: ReportFraction | None = None,
+    report: Callable[[str, float], None] = lambda _stage, _fraction: None,
     max_loras: int = 0,
     max_lora_rank: int = 0,
     profile_dir: str | None = None,
+    with_gpu_memory: Callable[[GPUMemoryUse], ResolvedConfig] | None = None,
 ) -> LocalExecutor:
     """Load a model and make it ready to compute.
 
-    Where torch computes, this sets the number of its threads, which the whole process shares.
+    Where torch computes on the CPU, this sets the number of its threads, which the whole process shares.
 
     Args:
         checkpoint: the model.
@@ -224,19 +289,47 @@ def load_executor(
         logprobs_mode: as `EngineConfig.logprobs_mode`.
         draft: the draft model.
         tokenizer: loads the model's tokenizer, or has it; called when bad words need it. None loads it anew.
-        report: called with the share of the weights that is loaded.
+        report: called with a stage of loading, and the share of it that is done.
         max_loras: slots for adapters.
         max_lora_rank: as `EngineConfig.max_lora_rank`.
         profile_dir: as `EngineConfig.profile_dir`.
+        with_gpu_memory: where a device computes, the sizes once it is known what steps need; `config` is what they
+            were before. None leaves the KV cache as `config` has it.
 
     Raises:
         CheckpointError: as `load_model` says.
-        ConfigError: files cannot be written in `kv_offload_path`.
+        ConfigError: files cannot be written in `kv_offload_path`; or as `load_device_backends` says.
         EngineStartError: there is no memory for the weights or the KV cache.
     """
     try:
-        backend = _load_backend(checkpoint, config, computer, quantization, report, max_loras)
-        draft_model = None if draft is None else _load_draft_model(draft, backend, config, computer, quantization)
+        if computer.device is not None:
+            assert isinstance(checkpoint, Checkpoint)
+            from trioengine.worker.device.loading import DeviceRequest, load_device_backends
+
+            loaded = load_device_backends(
+                checkpoint,
+                draft,
+                config,
+                computer.device,
+                DeviceRequest(quantization=quantization, max_loras=max_loras, max_lora_rank=max_lora_rank),
+                with_memory=with_gpu_memory or (lambda _: config),
+                report=report,
+            )
+            config, backend, draft_backend = loaded.config, loaded.backend, loaded.draft
+        else:
+            report_weights = partial(report, "loading the weights")
+            backend = _load_backend(checkpoint, config, computer, quantization, report_weights, max_loras)
+            draft_backend = None
+            if draft is not None:
+                draft_backend = _load_draft_backend(draft, backend, config, computer, quantization)
+        draft_model = None
+        if draft is not None and draft_backend is not None:
+            draft_model = DraftModel(
+                draft_backend,
+                backend.kv_cache_groups,
+                max_tokens=config.max_num_batched_tokens,
+                max_model_len=draft.config.max_position_embeddings,
+            )
         offload_store = _offload_store(backend, config.num_offload_blocks, kv_offload_path)
     except MemoryError as error:
         raise EngineStartError(
@@ -284,7 +377,7 @@ def _model_info(checkpoint: AnyCheckpoint, computer: Computer) -> ModelInfo:
         num_layers=config.num_layers if is_ours else len(config.attention_calls),
         hidden_size=config.hidden_size if is_ours else None,
         vocab_size=config.vocab_size,
-        backend="transformers" if not is_ours else "torch" if computer.library is None else "native",
+        backend=computer.name if is_ours else "transformers",
     )
 
 
@@ -309,24 +402,21 @@ def _load_backend(
     return load_native_backend(checkpoint, config, computer.library, quantization, report, max_loras)
 
 
-def _load_draft_model(
+def _load_draft_backend(
     checkpoint: Checkpoint,
     target: Backend,
     config: ResolvedConfig,
     computer: Computer,
     quantization: Quantization | None,
-) -> DraftModel:
+) -> Backend:
     groups, model = target.kv_cache_groups, checkpoint.config
     num_blocks = groups[draft_block_group([group.window for group in groups])].num_blocks
-    backend = _load_backend(
+    return _load_backend(
         checkpoint,
         attrs.evolve(config, num_kv_blocks=[num_blocks] * len(model.kv_groups), max_num_logit_rows=config.max_num_seqs),
         computer,
         # GGUF files have types of their own.
         quantization if checkpoint.location.kind is ModelKind.FOLDER else None,
-    )
-    return DraftModel(
-        backend, groups, max_tokens=config.max_num_batched_tokens, max_model_len=model.max_position_embeddings
     )
 
 

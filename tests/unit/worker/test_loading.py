@@ -46,7 +46,9 @@ GREEDY = SamplingParams(temperature=0)
 
 @pytest.fixture(autouse=True)
 def kernels_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And GPUs hidden."""
     monkeypatch.delenv("TRIOENGINE_CPU_KERNELS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(params=["torch", "native"])
@@ -62,10 +64,10 @@ def location(tmp_path: Path) -> ModelLocation:
 
 
 def test_an_executor_loads_and_computes(location: ModelLocation, computer: Computer) -> None:
-    fractions: list[float] = []
-    executor = load_executor(open_checkpoint(location), CONFIG, computer, report=fractions.append)
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
+    reports: list[tuple[str, float]] = []
+    executor = load_executor(open_checkpoint(location), CONFIG, computer, report=lambda *stage: reports.append(stage))
+    assert reports == sorted(reports)
+    assert reports[-1] == ("loading the weights", 1.0)
     assert executor.kv_cache_groups[0].num_blocks == 8
     executor.submit(
         StepPlan(0, [ScheduledSequence(3, 0, 2, [5])], [NewSequence(3, [1, 2], 2, SamplingParams(), seed=0)])
@@ -133,7 +135,7 @@ def test_too_little_memory_is_a_start_error(
 
 
 def test_the_native_kernels_compute_where_they_can(location: ModelLocation, caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_computer(EngineConfig(), location) == Computer(native_library())
+    assert choose_computer(EngineConfig(), open_checkpoint(location)) == Computer(native_library())
     assert not caplog.records
 
 
@@ -150,7 +152,7 @@ def test_torch_computes_where_they_cannot_and_the_log_says_why(
     if obstacle == "compiler":
         monkeypatch.setattr(loading, "load_library", no_library)
     with caplog.at_level(logging.WARNING):
-        assert choose_computer(config, location) == TORCH
+        assert choose_computer(config, open_checkpoint(location)) == TORCH
     (record,) = caplog.records
     reason = {"off": "TRIOENGINE_CPU_KERNELS is off", "block_size": "block_size", "compiler": "no C compiler"}[obstacle]
     assert reason in record.getMessage()
@@ -161,19 +163,20 @@ def test_without_kernels_and_torch_nothing_starts(location: ModelLocation, monke
     monkeypatch.setattr(loading, "load_library", no_library)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineStartError, match=r"no C compiler.*trioengine\[torch\]"):
-        choose_computer(EngineConfig(), location)
+        choose_computer(EngineConfig(), open_checkpoint(location))
 
 
 def test_quantization_is_refused_where_it_cannot_be_had(
     location: ModelLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EngineConfig(quantization=Quantization.INT8)
+    config, checkpoint = EngineConfig(quantization=Quantization.INT8), open_checkpoint(location)
     with pytest.raises(ConfigError, match=r"tiny\.gguf") as caught:
-        choose_computer(config, location)
+        choose_computer(config, checkpoint)
     assert caught.value.option == "quantization"
     monkeypatch.setenv("TRIOENGINE_CPU_KERNELS", "off")
+    folder = attrs.evolve(location, kind=ModelKind.FOLDER)
     with pytest.raises(ConfigError, match="native CPU kernels") as caught:
-        choose_computer(config, attrs.evolve(location, kind=ModelKind.FOLDER))
+        choose_computer(config, attrs.evolve(checkpoint, version=attrs.evolve(checkpoint.version, location=folder)))
     assert caught.value.option == "quantization"
 
 

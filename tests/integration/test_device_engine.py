@@ -1,0 +1,139 @@
+"""The whole engine on a device: what `LLM` answers is what it answers with torch on the CPU.
+
+The device pretends to be a GPU: its work is done when somebody waits for it, and its kernels are the reference's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from trioengine import LLM, LoRARequest, SamplingParams  # noqa: E402
+from trioengine.config.engine import SpeculationConfig, SpeculationMethod  # noqa: E402
+from trioengine.runtime.build import build_engine_core  # noqa: E402
+from trioengine.testing.device_computer import device_computer  # noqa: E402
+from trioengine.testing.fake_device import FakeDevice  # noqa: E402
+from trioengine.testing.fake_tokenizer import write_fake_model  # noqa: E402
+from trioengine.testing.lora import write_lora  # noqa: E402
+from trioengine.testing.tiny_model import folder_tensors, tiny_config, tiny_model, write_folder  # noqa: E402
+from trioengine.types.messages import CheckIntegrity  # noqa: E402
+from trioengine.types.request import TokensPrompt  # noqa: E402
+from trioengine.worker.loading import Computer  # noqa: E402
+
+VOCAB_SIZE = 257
+SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+PROMPTS = [TokensPrompt([(7 * place + length) % 250 for place in range(length)]) for length in (40, 1, 17, 5, 90, 2)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.8, top_k=40, seed=2, max_tokens=9, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=1),
+    SamplingParams(temperature=1.2, seed=3, logit_bias={7: 5.0}, allowed_token_ids=[7, 9, 11], max_tokens=12),
+]
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    write_fake_model(folder)
+    model = tiny_model(vocab_size=VOCAB_SIZE, seed=seed)
+    write_folder(folder, model, folder_tensors(model))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def opened(model: Path, computer: Computer, **options: Any) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trioengine.runtime.build.build_engine_core", partial(build_engine_core, computer=computer))
+        with LLM(str(model), multiprocess=False, **{**SIZES, **options}) as llm:
+            yield llm
+            llm.llm_engine.call(CheckIntegrity())
+
+
+def answers(llm: LLM, params: Any = PARAMS, prompts: Any = PROMPTS, **options: Any) -> list[tuple[int, ...]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False, **options)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[tuple[int, ...]]:
+    with opened(model, Computer(None)) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"async_scheduling": False},
+        {"cudagraph_capture_sizes": (2,)},
+        {"max_num_batched_tokens": 128, "enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_it_answers_as_torch_does(model: Path, expected: list[tuple[int, ...]], options: dict[str, Any]) -> None:
+    """Greedy, drawn with seeds, with penalties and biases, with log probabilities, four at a time."""
+    device = FakeDevice()
+    with opened(model, device_computer(device), **options) as llm:
+        assert answers(llm) == expected
+        # And again, with prefixes that are cached.
+        assert answers(llm) == expected
+    assert (device.num_replays > 0) is not options.get("enforce_eager", False)
+
+
+def test_it_is_deterministic_where_that_is_asked_for(model: Path, expected: list[tuple[int, ...]]) -> None:
+    """With the products of that mode."""
+    with opened(model, device_computer(is_deterministic=True), deterministic=True) as llm:
+        assert answers(llm) == expected
+        assert answers(llm, PARAMS[:1], PROMPTS[:1]) == expected[:1]
+
+
+def test_adapters_are_computed(model: Path, tmp_path: Path, expected: list[tuple[int, ...]]) -> None:
+    adapters = [
+        LoRARequest(str(number), number, str(write_lora(tmp_path / str(number), tiny_config(VOCAB_SIZE), seed=number)))
+        for number in (1, 2)
+    ]
+    found: list[list[list[tuple[int, ...]]]] = []
+    for computer in (Computer(None), device_computer()):
+        with opened(model, computer, enable_lora=True, max_loras=2) as llm:
+            assert answers(llm, GREEDY)[0] == expected[0]
+            found.append([answers(llm, GREEDY, lora_request=adapter) for adapter in adapters])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_a_draft_model_is_on_the_device_too(model: Path, tmp_path: Path, expected: list[tuple[int, ...]]) -> None:
+    """It changes no token."""
+    draft = write_model(tmp_path / "draft", seed=5)
+    speculation = SpeculationConfig(method=SpeculationMethod.DRAFT_MODEL, num_speculative_tokens=2, model=str(draft))
+    with opened(model, device_computer(), speculative_config=speculation) as llm:
+        assert answers(llm) == expected
+
+
+def test_the_cache_has_what_is_left(model: Path) -> None:
+    """Half of the memory is half of the blocks, with 8 bits a number twice as many."""
+    num_blocks: list[int] = []
+    for computer, share in [
+        (device_computer(), 0.9),
+        (device_computer(), 0.45),
+        (device_computer(cache_dtype=torch.float8_e4m3fn), 0.225),
+    ]:
+        with opened(model, computer, gpu_memory_utilization=share, enforce_eager=True) as llm:
+            num_blocks.append(llm.llm_engine.ready.num_blocks)
+            assert "of weights" in llm.llm_engine.ready.reasons["num_kv_blocks"]
+            assert len(answers(llm, GREEDY)[0]) == 12
+    assert num_blocks[0] == pytest.approx(2 * num_blocks[1], rel=0.05)
+    assert num_blocks[2] == pytest.approx(2 * num_blocks[1], rel=0.1)
