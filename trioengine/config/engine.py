@@ -246,8 +246,8 @@ class EngineConfig:
         default=False,
         validator=flag(),
         metadata=documented(
-            "On a GPU, a request's tokens do not depend on what else is computed with it; slower. On a CPU it is always"
-            " so."
+            "A request's tokens do not depend on what else is computed with it. On a GPU this is slower; the native CPU"
+            " kernels are always so."
         ),
     )
     enforce_eager: bool = attrs.field(

@@ -164,7 +164,18 @@ def choose_computer(
         return Computer(None, device)
     _check_cpu_options(config)
     if isinstance(checkpoint, (Checkpoint, EncoderCheckpoint)):
-        return _native_or_torch(config)
+        computer = _native_or_torch(config)
+    else:
+        computer = _transformers_computer(config)
+    if config.deterministic and computer.library is None:
+        raise ConfigError(
+            "deterministic needs a GPU or the native CPU kernels, and torch computes this model.",
+            option="deterministic",
+        )
+    return computer
+
+
+def _transformers_computer(config: EngineConfig) -> Computer:
     for option, is_set in (("quantization", config.quantization is not None), ("enable_lora", config.enable_lora)):
         if is_set:
             raise ConfigError(f"transformers' code computes this model, without {option}.", option=option)

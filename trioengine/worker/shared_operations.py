@@ -29,7 +29,7 @@ class ModelInfo:
     """None where transformers' code computes."""
     vocab_size: int
     backend: str
-    """"native", "torch" or "transformers"."""
+    """"cuda", "native", "torch" or "transformers"."""
 
 
 class ComputedModel(Profilable, Protocol):

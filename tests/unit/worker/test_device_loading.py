@@ -188,6 +188,7 @@ def test_without_one_the_processors_compute(machine: Machine, checkpoint: Checkp
         ({"cudagraph_capture_sizes": (1, 2)}, "cudagraph_capture_sizes"),
         ({"dtype": "float32", "deterministic": True, "enforce_eager": True, "gpu_memory_utilization": 0.5}, None),
         ({"dtype": "float"}, None),
+        ({"block_size": 8, "deterministic": True}, "deterministic"),
     ],
     ids=str,
 )
@@ -198,7 +199,7 @@ def test_a_cpu_refuses_what_it_cannot_keep(
     if refused is None:
         assert choose_computer(config, checkpoint) == Computer(native_library())
     else:
-        with pytest.raises(ConfigError, match="needs a GPU") as caught:
+        with pytest.raises(ConfigError, match="needs a GPU|native CPU kernels") as caught:
             choose_computer(config, checkpoint)
         assert caught.value.option == refused
 
@@ -325,12 +326,12 @@ def test_the_largest_steps_are_measured_before_there_is_a_cache(checkpoint: Chec
     made = loaded(
         checkpoint, device_computer(), with_memory=with_memory, report=lambda stage, fraction: stages.append(stage)
     )
-    assert steps == [(48, 32), (4, 4)]
+    assert steps == [(2, 32), (12, 32), (40, 32), (48, 32), (4, 4)]
     assert sizes == [((1,), ()), ((20,), (1, 2, 4))]
     assert made.config.num_kv_blocks == (20,)
     # What comes later: penalties of five rows, and four rows of logits.
     assert uses == [GPUMemoryUse(0, 5 * 211 * 33 // 8 + 4 * 211 * 4)]
-    assert list(dict.fromkeys(stages)) == ["loading the weights", "measuring memory", "recording graphs"]
+    assert list(dict.fromkeys(stages)) == ["loading the weights", "compiling kernels and measuring memory", "recording graphs"]
 
 
 def test_attention_that_cannot_be_recorded_means_no_graphs(checkpoint: Checkpoint, caplog: Any) -> None:

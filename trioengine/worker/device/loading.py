@@ -28,6 +28,8 @@ from trioengine.worker.draft import draft_block_group
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_TOKENS = (2, 12, 40, 200)
+"""Of steps that are computed before the first request: as different kernels as there are, so that most are compiled."""
 FP8_CACHE_CAPABILITY = 89
 """Of GPUs that convert these numbers."""
 
@@ -213,7 +215,7 @@ def load_device_backends(
             quantization = request.quantization if draft.location.kind is ModelKind.FOLDER else None
             drafting = _Loaded.of(draft, config, computer, DeviceRequest(quantization=quantization), lambda _: None)
         profile.weights_are_there()
-    report("measuring memory", 0.0)
+    report("compiling kernels and measuring memory", 0.0)
     with _advice(computer, "the largest step. Lower max_num_batched_tokens or max_num_seqs"):
         use = _measure(profile, loaded, config)
     config = with_memory(use)
@@ -282,12 +284,15 @@ class _Loaded:
 
 
 def _measure(profile: MemoryProfile, loaded: _Loaded, config: ResolvedConfig) -> GPUMemoryUse:
-    """By a backend with hardly any cache."""
+    """By a backend with hardly any cache. Kernels are compiled first, which takes longer than all else."""
     model = loaded.model.config
     num_blocks = (1,) * len(model.kv_groups)
     backend = loaded.backend(attrs.evolve(config, num_kv_blocks=num_blocks, cudagraph_capture_sizes=()))
-    num_tokens, num_rows = config.max_num_batched_tokens, config.max_num_logit_rows
-    steps = [partial(backend.compute_largest_step, num_tokens, num_rows)]
+    max_tokens, max_rows = config.max_num_batched_tokens, config.max_num_logit_rows
+    for num_tokens in WARM_UP_TOKENS:
+        if num_tokens < max_tokens:
+            backend.compute_largest_step(num_tokens, max_rows)
+    steps = [partial(backend.compute_largest_step, max_tokens, max_rows)]
     # What penalties remember, once there are some: a number and a bit for each token of the vocabulary.
     later_bytes = (config.max_num_seqs + 1) * model.vocab_size * 33 // 8
     if loaded.graph_sizes(config):
