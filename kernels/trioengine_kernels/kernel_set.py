@@ -9,6 +9,8 @@ from collections.abc import Callable
 import attrs
 from torch import Tensor
 
+from trioengine_kernels.sampling.reference import Logprobs
+
 
 @attrs.frozen(eq=False)
 class KernelSet:
@@ -47,8 +49,8 @@ class KernelSet:
     """A token for each row of logits, and whether there was one."""
     processed_logits: Callable[..., Tensor]
     """What `sample` draws from."""
-    logprobs: Callable[..., object]
-    """Log probabilities of tokens and of the most likely ones: `sampling.reference.Logprobs`."""
+    logprobs: Callable[..., Logprobs]
+    """Log probabilities of tokens and of the most likely ones."""
 
 
 def reference_kernels() -> KernelSet:

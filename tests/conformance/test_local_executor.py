@@ -16,6 +16,7 @@ from trioengine.models.loader import open_checkpoint
 from trioengine.models.lora import read_lora
 from trioengine.models.native_ops import NativeModel, load_native_model
 from trioengine.models.torch_ops import TorchModel
+from trioengine.testing.device_backend import device_backend
 from trioengine.testing.executor_conformance import (
     CHECKS,
     DRAFT_CHECKS,
@@ -26,6 +27,7 @@ from trioengine.testing.executor_conformance import (
     Check,
     Subject,
 )
+from trioengine.testing.fake_device import FakeDevice
 from trioengine.testing.lora import write_lora
 from trioengine.testing.native import native_library
 from trioengine.testing.tiny_model import native_copy, random_model, tiny_config, tiny_model, write_gguf
@@ -63,6 +65,25 @@ def torch_subject(model: TorchModel, block_size: int, make_store: MakeStore = no
     def make() -> LocalExecutor:
         backend = TorchBackend(model, reload=lambda _: model, num_blocks=num_blocks, block_size=block_size)
         return LocalExecutor(backend, offload_store=make_store(backend))
+
+    return Subject(make=make, block_size=block_size, vocab_size=model.config.vocab_size)
+
+
+def device_subject(
+    model: TorchModel, block_size: int, make_store: MakeStore = no_store, graph_sizes: Sequence[int] = (1, 2, 4)
+) -> Subject:
+    """A GPU's runner, on a device that is always late."""
+
+    def make() -> LocalExecutor:
+        backend = device_backend(
+            model,
+            FakeDevice(),
+            num_blocks=NUM_BLOCKS,
+            block_size=block_size,
+            max_model_len=256,
+            graph_sizes=graph_sizes,
+        )
+        return LocalExecutor(backend, offload_store=make_store(backend), is_asynchronous=True)
 
     return Subject(make=make, block_size=block_size, vocab_size=model.config.vocab_size)
 
@@ -111,6 +132,13 @@ def test_torch(check: Check, block_size: int) -> None:
     assert check(torch_subject(MODEL, block_size)) is None
 
 
+@pytest.mark.parametrize(("block_size", "graph_sizes"), [(4, ()), (16, (1, 2, 4))])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_device(check: Check, block_size: int, graph_sizes: Sequence[int]) -> None:
+    """The promises that every executor makes, with and without graphs."""
+    assert check(device_subject(MODEL, block_size, graph_sizes=graph_sizes)) is None
+
+
 @pytest.mark.parametrize(("block_size", "num_threads"), [(16, 1), (16, 3), (32, 2)])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_native(check: Check, block_size: int, num_threads: int, native_model: NativeModel) -> None:
@@ -126,16 +154,22 @@ def test_asynchronous(check: Check, native_model: NativeModel) -> None:
 
 
 @pytest.mark.parametrize("check", [*STEP_CHECKS, *DRAFT_CHECKS, *SHARING_CHECKS], ids=lambda check: check.__name__)
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", ["torch", "native", "device"])
 def test_groups_of_layers_with_windows(check: Check, backend: str) -> None:
     """The same, where each group of layers has blocks of its own."""
-    subject = torch_subject(WINDOWED, 16) if backend == "torch" else native_subject(native_copy(WINDOWED), 16, 2)
+    match backend:
+        case "torch":
+            subject = torch_subject(WINDOWED, 16)
+        case "native":
+            subject = native_subject(native_copy(WINDOWED), 16, 2)
+        case _:
+            subject = device_subject(WINDOWED, 16)
     assert check(subject) is None
 
 
 @pytest.mark.parametrize("check", OFFLOAD_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("store", ["memory", "disk"])
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", ["torch", "native", "device"])
 def test_offload(check: Check, store: str, backend: str, tmp_path: Path) -> None:
     """The promises of every executor with an offload store."""
 
@@ -143,15 +177,18 @@ def test_offload(check: Check, store: str, backend: str, tmp_path: Path) -> None
         return DiskOffloadStore(NUM_SLOTS, slot_bytes(backend), tmp_path / "offload")
 
     make_store = memory_store if store == "memory" else disk_store
-    if backend == "torch":
-        subject = torch_subject(WINDOWED, 4, make_store)
-    else:
-        subject = native_subject(native_copy(WINDOWED), 16, 2, make_store)
+    match backend:
+        case "torch":
+            subject = torch_subject(WINDOWED, 4, make_store)
+        case "native":
+            subject = native_subject(native_copy(WINDOWED), 16, 2, make_store)
+        case _:
+            subject = device_subject(WINDOWED, 4, make_store)
     assert check(subject) is None
 
 
 @pytest.mark.parametrize("check", LORA_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("backend", ["torch", "native", "asynchronous"])
+@pytest.mark.parametrize("backend", ["torch", "native", "asynchronous", "device"])
 def test_adapters(check: Check, backend: str, tmp_path: Path) -> None:
     """The promises of every executor with slots for adapters."""
     paths = [str(write_lora(tmp_path / str(seed), MODEL.config, rank=seed, seed=seed)) for seed in (3, 16)]
@@ -161,6 +198,8 @@ def test_adapters(check: Check, backend: str, tmp_path: Path) -> None:
         made: Backend
         if backend == "torch":
             made = TorchBackend(MODEL, reload=lambda _: MODEL, num_blocks=[NUM_BLOCKS], block_size=16)
+        elif backend == "device":
+            made = device_backend(MODEL, FakeDevice(), num_blocks=NUM_BLOCKS, max_model_len=256, max_loras=2)
         else:
             made = NativeBackend(
                 native_copy(MODEL),

@@ -1,5 +1,6 @@
-"""`LocalExecutor`: the `core.executor.Executor` that computes in this process, on the CPU."""
+"""`LocalExecutor`: the `core.executor.Executor` that computes in this process."""
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -18,7 +19,7 @@ from trioengine.models.lora import LoRA
 from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import PoolingFacts, PoolingParams
-from trioengine.worker.backend import Backend, Memory
+from trioengine.worker.backend import AsyncBackend, Backend, Memory
 from trioengine.worker.draft import DraftModel
 from trioengine.worker.kv_offload import OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
@@ -35,7 +36,8 @@ class LocalExecutor(SharedOperations):
     """Computes each step when it is submitted, in the caller's thread.
 
     An asynchronous one computes in a thread of its own: `submit` returns at once, `result` waits and raises what the
-    step raised, `close` waits for the steps submitted. Results are the same.
+    step raised, `close` waits for the steps submitted. Results are the same. An `AsyncBackend` is asynchronous without
+    a thread: `submit` begins a step, and raises what is wrong with that; `result` waits for it.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class LocalExecutor(SharedOperations):
             bad_words_rules=bad_words_rules,
             draft_model=draft_model,
         )
-        self._thread = _StepThread() if is_asynchronous else None
+        self._is_launched = isinstance(backend, AsyncBackend)
+        self._thread = _StepThread() if is_asynchronous and not self._is_launched else None
         self._profiler = Profiler(profile_dir)
         self._results: deque[StepResult] = deque()
+        self._failed_loads: deque[Sequence[BlockCopy]] = deque()  # Of each step that is launched.
         self._read_lora = read_lora
         self._loras: dict[int, LoRA] = {}
         self._model_info = model_info
@@ -133,7 +137,11 @@ class LocalExecutor(SharedOperations):
         assert self._runner is not None, "closed"
         # Now, as the core may have removed them when the step is computed.
         loras = [(load.slot, self._loras[load.lora_id]) for load in plan.lora_loads]
-        if self._thread is None:
+        if self._is_launched:
+            self._failed_loads.append(self._begin(plan, loras))
+            with self._span(plan):
+                self._runner.launch(plan)
+        elif self._thread is None:
             self._results.append(self._run(plan, loras))
         else:
             # The core changes its `ScheduledSequence`s for the next plan; the rest it leaves alone.
@@ -142,6 +150,9 @@ class LocalExecutor(SharedOperations):
 
     def result(self) -> StepResult:
         """What the oldest step not yet fetched sampled."""
+        if self._is_launched:
+            assert self._runner is not None, "closed"
+            return _with_failed_loads(self._runner.finish(), self._failed_loads.popleft())
         return self._results.popleft() if self._thread is None else self._thread.result()
 
     def close(self) -> None:
@@ -149,6 +160,9 @@ class LocalExecutor(SharedOperations):
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+        if self._is_launched and self._runner is not None:
+            with contextlib.suppress(Exception):  # Nobody wants to know any more what the steps raise.
+                self._runner.settle()
         if self._offload_store is not None:
             self._offload_store.close()
             self._offload_store = None
@@ -158,6 +172,8 @@ class LocalExecutor(SharedOperations):
         self._loras.clear()
 
     def _between_steps(self, function: Callable[[], R]) -> R:
+        if self._is_launched and self._runner is not None:
+            self._runner.settle()
         return function() if self._thread is None else self._thread.call(function)
 
     @property
@@ -167,13 +183,20 @@ class LocalExecutor(SharedOperations):
 
     def _run(self, plan: StepPlan, loras: Sequence[tuple[int, LoRA]]) -> StepResult:
         assert self._runner is not None
+        failed_loads = self._begin(plan, loras)
+        with self._span(plan):
+            return _with_failed_loads(self._runner.run(plan), failed_loads)
+
+    def _span(self, plan: StepPlan) -> contextlib.AbstractContextManager[object]:
+        """Of a profile, where one is recorded."""
+        return self._profiler.span("step", step=plan.step, tokens=plan.num_tokens, sequences=len(plan.scheduled))
+
+    def _begin(self, plan: StepPlan, loras: Sequence[tuple[int, LoRA]]) -> Sequence[BlockCopy]:
+        """Do what comes before a step's tokens; the loads that failed."""
         assert self._backend is not None
         for slot, lora in loras:
             self._backend.load_lora(slot, lora)
-        failed_loads = self._copy_blocks(plan) if plan.saves or plan.loads else ()
-        with self._profiler.span("step", step=plan.step, tokens=plan.num_tokens, sequences=len(plan.scheduled)):
-            result = self._runner.run(plan)
-        return attrs.evolve(result, failed_loads=failed_loads) if failed_loads else result
+        return self._copy_blocks(plan) if plan.saves or plan.loads else ()
 
     def _copy_blocks(self, plan: StepPlan) -> Sequence[BlockCopy]:
         """Save and load what a plan says; the loads that failed."""
@@ -185,15 +208,16 @@ class LocalExecutor(SharedOperations):
             store.write(copy.group, copy.offload_slot, block.reshape(-1).view(np.uint8))
         failed: list[BlockCopy] = []
         for copy in plan.loads:
-            block = backend.kv_block(copy.group, copy.block_id)
             data = store.read(copy.group, copy.offload_slot)
+            # Where it is lost: what an owner before left there is nobody's to read, and may be no numbers.
+            backend.write_kv_block(copy.group, copy.block_id, data)
             if data is None:
-                # What an owner before left there is nobody's to read, and may be no numbers.
-                block[...] = 0
                 failed.append(copy)
-            else:
-                block[...] = data.view(block.dtype).reshape(block.shape)
         return failed
+
+
+def _with_failed_loads(result: StepResult, failed_loads: Sequence[BlockCopy]) -> StepResult:
+    return attrs.evolve(result, failed_loads=failed_loads) if failed_loads else result
 
 
 class _StepThread:

@@ -100,3 +100,8 @@ class ModelMemory(WeightsMemory[ModelT, ReadyT], Generic[ModelT, ReadyT, CacheT]
     def kv_block(self, group: int, block_id: int) -> NDArray[np.generic]:
         """As `Backend.kv_block`."""
         return self._kv_caches[group].block(block_id)
+
+    def write_kv_block(self, group: int, block_id: int, data: NDArray[np.uint8] | None) -> None:
+        """As `Backend.write_kv_block`."""
+        block = self.kv_block(group, block_id)
+        block[...] = 0 if data is None else data.view(block.dtype).reshape(block.shape)

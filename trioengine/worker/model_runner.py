@@ -3,63 +3,59 @@
 It trusts the plan in what `core` alone decides (blocks, counts) and nothing else: a sequence whose tokens or logits
 are wrong is reported as failed, and the others of the step are computed as if it were not there. It does not know
 what a model is.
+
+Where the backend can (`AsyncBackend`), `launch` only begins a step. The token that it samples stands as `UNKNOWN_TOKEN`
+in its sequence until `finish`, and the next step may be launched with it: the backend puts in what it has sampled last
+for the sequence. Some steps must know it, and their `launch` finishes those before it first: steps with drafts or a
+draft model, with custom logits processors, with `logprob_token_ids`, and with `bad_words` of a sequence whose newest
+token is not known.
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
-from trioengine_kernels.native.sampler import MIN_LOGPROB, ChangedLogits, SampledStatus
-from trioengine_kernels.native.sampler import TokenLogprobs as LogprobArrays
+from trioengine_kernels.native.sampler import MIN_LOGPROB, ChangedLogits, SampledTokens, SamplingArrays
 
 from trioengine.config.engine import LogprobsMode
 from trioengine.core.executor import (
     NO_TOKEN,
     NewSequence,
-    ScheduledSequence,
     SequenceFailure,
     StepPlan,
     StepResult,
-    TokenLogprobs,
-    TokenMasks,
 )
 from trioengine.tokenizer.bad_words import BadWordsRules
-from trioengine.worker.backend import Backend, StepBatch
+from trioengine.worker.backend import AsyncBackend, Backend, LaunchedStep
 from trioengine.worker.draft import ComputedSequence, DraftModel
 from trioengine.worker.logits_processors import LogitsProcessorError, LogitsProcessors, process_logits
-from trioengine.worker.packing import pack_step
-from trioengine.worker.pooling import NotANumberError, Pooler
+from trioengine.worker.packing import block_updates, pack_launch, pack_step
 from trioengine.worker.sampling_table import LogitRows, SamplingTable
 from trioengine.worker.sequences import SequenceState, sequence_state
-
-_FAILURES: Mapping[int, str] = {
-    SampledStatus.IS_NAN: "The model's output for this sequence is not a number.",
-    SampledStatus.NOTHING_ALLOWED: (
-        "No token is allowed in the next place: the grammar, allowed_token_ids, bad_words, min_tokens and the like"
-        " together forbid all of them."
-    ),
-}
+from trioengine.worker.step_rows import FAILURES, HiddenRows, SampledRows, StepOutcome, StepRow
 
 
 @attrs.define(eq=False)
-class _Row:
-    """A scheduled sequence that can be computed."""
+class _Step:
+    """A step from `launch` to `finish`."""
 
-    index: int
-    """Its place in the plan."""
-    state: SequenceState
-    first: int
-    """Its first token to compute."""
-    end: int
-    num_drafts: int
-    """The last of its tokens."""
-    is_sampled: bool
-    """Whether tokens are sampled after the last `1 + num_drafts`."""
-    logit_row: int = 0
-    """Its first row of logits: those about tokens of the prompt, then those that are sampled."""
-    num_prompt_rows: int = 0
+    plan: StepPlan
+    """Of `scheduled` only its length and the ids are what they were, once `launch` has returned."""
+    states: Sequence[SequenceState]
+    """Of `plan.scheduled`."""
+    rows: list[StepRow] = attrs.field(factory=list[StepRow])
+    wanted: LogitRows = attrs.field(factory=LogitRows)
+    hidden: HiddenRows = attrs.field(factory=HiddenRows)
+    updates: list[NDArray[np.int32]] = attrs.field(factory=list[NDArray[np.int32]])
+    """New blocks, as `block_updates` has them."""
+    launched: LaunchedStep | None = None
+    num_logprobs: Sequence[int] = ()
+    """As `SampledRows.num_logprobs`."""
+    result: StepResult | None = None
+    """Once it is known."""
 
 
 class ModelRunner:
@@ -84,9 +80,17 @@ class ModelRunner:
         self._logits_processors = logits_processors or LogitsProcessors({})
         self._draft_model = draft_model
         self._bad_words_rules = bad_words_rules
+        self._steps: deque[_Step] = deque()
+        self.num_waits = 0
+        """How often a step could be begun only when those before it were finished."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
+        """Compute one step. None is in flight."""
+        self.launch(plan)
+        return self.finish()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Begin a step; where the backend cannot, compute it. What is in `plan.scheduled` may be changed afterwards."""
         for sequence_id in plan.removed:
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
@@ -95,36 +99,35 @@ class ModelRunner:
                 self._draft_model.forget(sequence_id)
         for new in plan.new:
             self._add(new)
-        outcome = _Outcome([NO_TOKEN] * len(plan.scheduled))
-        rows = self._rows(plan.scheduled)
-        if rows:
-            wanted, hidden = LogitRows(), _HiddenRows()
-            self._backend.compute(self._pack(rows, wanted, hidden, plan.masks))
-            if hidden.rows:
-                _pool(hidden.rows, self._backend.hidden_states(), outcome)
-            if wanted.states:
-                sampled = self._sample(wanted, plan.masks)
-                for row in rows:
-                    _take_in(row, sampled, outcome)
-        started_s = time.perf_counter()
-        drafts: Mapping[int, Sequence[int]] = {}
-        if self._draft_model is not None:
-            drafts = self._draft_model.draft(_computed(rows, plan), self._table)
-        failures = [
-            SequenceFailure(scheduled.sequence_id, failure)
-            for scheduled in plan.scheduled
-            if (failure := self._sequences[scheduled.sequence_id].failure) is not None
-        ]
-        return StepResult(
-            plan.step,
-            outcome.tokens,
-            failures,
-            num_accepted=outcome.num_accepted,
-            logprobs=outcome.logprobs,
-            prompt_logprobs=outcome.prompt_logprobs,
-            drafts=drafts,
-            draft_seconds=time.perf_counter() - started_s,
-            pooled=outcome.pooled,
+        if self._must_know_tokens(plan):
+            self.num_waits += 1
+            self.settle()
+        step = _Step(plan, [self._sequences[work.sequence_id] for work in plan.scheduled])
+        self._steps.append(step)
+        self._add_rows(step)
+        if not step.rows:
+            step.result = self._result(step, None, None)
+        elif isinstance(self._backend, AsyncBackend):
+            self._launch(step, self._backend)
+        else:
+            self._compute(step)
+
+    def finish(self) -> StepResult:
+        """What the oldest step in flight gave. Waits for it."""
+        step = self._steps.popleft()
+        return step.result or self._finish(step)
+
+    def settle(self) -> None:
+        """Wait for all steps that were launched. Their results stay to be fetched."""
+        for step in self._steps:
+            step.result = step.result or self._finish(step)
+
+    def _must_know_tokens(self, plan: StepPlan) -> bool:
+        """Whether steps that are computed now have to be finished before this one can be begun."""
+        if all(step.result is not None for step in self._steps):
+            return False
+        return self._draft_model is not None or any(
+            work.draft_token_ids or _needs_host(self._sequences[work.sequence_id]) for work in plan.scheduled
         )
 
     def _add(self, new: NewSequence) -> None:
@@ -141,52 +144,119 @@ class ModelRunner:
         self._table.add(state)
         self._sequences[new.sequence_id] = state
 
-    def _rows(self, scheduled: Sequence[ScheduledSequence]) -> list[_Row]:
-        rows: list[_Row] = []
-        for index, work in enumerate(scheduled):
-            state = self._sequences[work.sequence_id]
+    def _add_rows(self, step: _Step) -> None:
+        """Find the sequences that can be computed, and what is wanted of them."""
+        num_groups, masks, num_tokens = len(self._num_blocks), step.plan.masks, 0
+        for index, (work, state) in enumerate(zip(step.plan.scheduled, step.states, strict=True)):
+            num_held = len(state.block_ids) // num_groups
             state.add_blocks(work.new_block_ids)
             first, end = work.num_computed_tokens, work.num_computed_tokens + work.num_tokens
-            if state.failure is None:
-                state.token_ids.extend(work.draft_token_ids)
-                num_drafts, num_known = len(work.draft_token_ids), len(state.token_ids)
-                assert first < end <= num_known
-                assert not num_drafts or end == num_known
-                assert end <= len(state.block_ids) // len(self._num_blocks) * self._block_size
-                is_sampled = end == num_known and state.sampling.max_tokens != 0
-                rows.append(_Row(index, state, first, end, num_drafts, is_sampled))
-        return rows
+            if state.failure is not None:
+                continue
+            state.token_ids.extend(work.draft_token_ids)
+            num_drafts, num_known = len(work.draft_token_ids), len(state.token_ids)
+            assert first < end <= num_known
+            assert not num_drafts or end == num_known
+            assert end <= len(state.block_ids) // num_groups * self._block_size
+            is_sampled = end == num_known and state.sampling.max_tokens != 0
+            row = StepRow(index, state, first, end, num_drafts, is_sampled)
+            row.want(step.wanted, num_tokens, -1 if masks is None else masks.first_rows.get(index, -1))
+            if state.pooler is not None:
+                step.hidden.add(row, state.pooler, num_tokens)
+            if work.new_block_ids:
+                new_block_ids = state.block_ids[num_held * num_groups :]
+                step.updates.append(block_updates(state.row, num_held, new_block_ids, num_groups))
+            step.rows.append(row)
+            num_tokens += end - first
 
-    def _pack(
-        self, rows: Sequence[_Row], wanted: LogitRows, hidden: "_HiddenRows", masks: TokenMasks | None
-    ) -> StepBatch:
-        """The tokens of these sequences, one after another. Fills `wanted` and `hidden`."""
-        num_tokens = 0
-        for row in rows:
-            _want(row, wanted, num_tokens, -1 if masks is None else masks.first_rows.get(row.index, -1))
-            if row.state.pooler is not None:
-                hidden.add(row, row.state.pooler, num_tokens)
-            num_tokens += row.end - row.first
-        return pack_step(
-            rows,
-            wanted.inputs,
-            hidden.places,
-            block_size=self._block_size,
-            num_blocks=self._num_blocks,
-            block_groups=range(len(self._num_blocks)),
-            has_loras=True,
+    def _compute(self, step: _Step) -> None:
+        """Compute a step now."""
+        self._backend.compute(
+            pack_step(
+                step.rows,
+                step.wanted.inputs,
+                step.hidden.places,
+                block_size=self._block_size,
+                num_blocks=self._num_blocks,
+                block_groups=range(len(self._num_blocks)),
+                has_loras=True,
+            )
+        )
+        hidden = self._backend.hidden_states() if step.hidden.rows else None
+        step.result = self._result(step, self._sample(step) if step.wanted.states else None, hidden)
+
+    def _launch(self, step: _Step, backend: AsyncBackend) -> None:
+        """Begin a step, and finish it where the next one can only be planned with its tokens."""
+        wanted, masks = step.wanted, step.plan.masks
+        has_drafts = any(row.num_drafts for row in step.rows)
+        owners = [state.row for state in wanted.states]
+        sampled_rows = [
+            row if known < 0 and not has_drafts else -1 for row, known in zip(owners, wanted.known, strict=True)
+        ]
+        batch = pack_launch(step.rows, wanted.inputs, step.hidden.places, owners, sampled_rows, step.updates)
+        is_read = bool(wanted.custom or wanted.listed)
+        if not wanted.states or is_read:
+            step.launched = backend.launch(batch, None)
+        else:
+            arrays = self._table.arrays(wanted, None if masks is None else masks.bits)
+            step.num_logprobs = _num_logprobs(arrays)
+            step.launched = backend.launch(batch, arrays)
+        if is_read:
+            hidden = step.launched.wait().hidden_states
+            step.result = self._result(step, self._sample(step), hidden)
+        elif has_drafts or self._draft_model is not None:
+            step.result = self._finish(step)
+        else:
+            for row in step.rows:
+                if row.is_sampled:
+                    row.add_placeholder()
+
+    def _finish(self, step: _Step) -> StepResult:
+        """The result of a step that was launched."""
+        assert step.launched is not None
+        numbers = step.launched.wait()
+        step.launched = None
+        sampled = None
+        if numbers.sampled is not None:
+            sampled = _sampled_rows(numbers.sampled, step.num_logprobs, {}, {})
+        return self._result(step, sampled, numbers.hidden_states)
+
+    def _result(self, step: _Step, sampled: SampledRows | None, hidden: NDArray[np.float32] | None) -> StepResult:
+        """Keep what a step gave, and have drafts made."""
+        plan, outcome = step.plan, StepOutcome([NO_TOKEN] * len(step.states))
+        if step.hidden.rows:
+            step.hidden.pool(_NO_STATES if hidden is None else hidden, outcome)
+        if sampled is not None:
+            for row in step.rows:
+                row.take_in(sampled, outcome)
+        started_s = time.perf_counter()
+        drafts: Mapping[int, Sequence[int]] = {}
+        if self._draft_model is not None:
+            drafts = self._draft_model.draft(_computed(step.rows, plan), self._table)
+        failures = [
+            SequenceFailure(work.sequence_id, state.failure)
+            for work, state in zip(plan.scheduled, step.states, strict=True)
+            if state.failure is not None
+        ]
+        return StepResult(
+            plan.step,
+            outcome.tokens,
+            failures,
+            num_accepted=outcome.num_accepted,
+            logprobs=outcome.logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+            drafts=drafts,
+            draft_seconds=time.perf_counter() - started_s,
+            pooled=outcome.pooled,
         )
 
-    def _sample(self, wanted: LogitRows, masks: TokenMasks | None) -> "_Sampled":
+    def _sample(self, step: _Step) -> SampledRows:
+        """Choose tokens from the logits of the step that was computed last."""
+        wanted, masks = step.wanted, step.plan.masks
         changed, failures = self._process(wanted)
         arrays = self._table.arrays(wanted, None if masks is None else masks.bits, changed)
         result = self._backend.sample(arrays)
-        for row in np.flatnonzero(result.status).tolist():
-            failures.setdefault(row, _FAILURES[int(result.status[row])])
-        num_logprobs: list[int] = [] if arrays.num_logprobs is None else arrays.num_logprobs.tolist()
-        return _Sampled(
-            result.token_ids.tolist(), failures, result.logprobs, num_logprobs, self._listed_logprobs(wanted)
-        )
+        return _sampled_rows(result, _num_logprobs(arrays), failures, self._listed_logprobs(wanted))
 
     def _listed_logprobs(self, wanted: LogitRows) -> Mapping[int, tuple[Sequence[int], Sequence[float]]]:
         """By row the tokens that its request lists, and the log probabilities that the model gives them."""
@@ -222,140 +292,34 @@ class ModelRunner:
         return ChangedLogits(rows, logits), failures
 
 
-@attrs.frozen(eq=False)
-class _Sampled:
-    """What the rows of logits of a step gave."""
-
-    tokens: Sequence[int]
-    """[num_rows], and so on."""
-    failures: Mapping[int, str]
-    """By row."""
-    logprobs: LogprobArrays | None
-    num_logprobs: Sequence[int]
-    """Of the most likely tokens, -1 where not even the token's own is wanted; empty where `logprobs` is None."""
-    listed: Mapping[int, tuple[Sequence[int], Sequence[float]]]
-    """By row, in place of the most likely tokens: others, and their log probabilities."""
-
-    def token_logprobs(self, row: int) -> TokenLogprobs:
-        """The log probabilities of a row that wants some."""
-        assert self.logprobs is not None
-        num = self.num_logprobs[row]
-        token_ids, logprobs = self.listed.get(row) or (
-            self.logprobs.top_token_ids[row, :num].tolist(),
-            self.logprobs.top[row, :num].tolist(),
-        )
-        return TokenLogprobs(
-            [self.tokens[row], *token_ids],
-            [float(self.logprobs.chosen[row]), *logprobs],
-            int(self.logprobs.rank[row]),
-        )
+_NO_STATES = np.empty((0, 0), np.float32)
 
 
-@attrs.frozen(eq=False)
-class _Outcome:
-    """The fields of `StepResult`, while they are collected."""
-
-    tokens: list[int]
-    num_accepted: dict[int, int] = attrs.field(factory=dict[int, int])
-    logprobs: dict[int, list[TokenLogprobs]] = attrs.field(factory=dict[int, list[TokenLogprobs]])
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = attrs.field(factory=dict[int, list[TokenLogprobs]])
-    pooled: dict[int, NDArray[np.float32]] = attrs.field(factory=dict[int, NDArray[np.float32]])
-
-
-@attrs.frozen(eq=False)
-class _PooledRow:
-    row: _Row
-    pooler: Pooler
-    num_wanted: int
-    """Of its tokens in this step, how many have hidden states that are wanted."""
-
-
-@attrs.frozen(eq=False)
-class _HiddenRows:
-    """The tokens of a step whose hidden states are wanted."""
-
-    places: list[int] = attrs.field(factory=list[int])
-    """In the step."""
-    rows: list[_PooledRow] = attrs.field(factory=list[_PooledRow])
-
-    def add(self, row: _Row, pooler: Pooler, first_input: int) -> None:
-        """Add a sequence, whose tokens begin at `first_input`."""
-        wanted = pooler.wanted(row.first, row.end)
-        self.places.extend(range(first_input + wanted.start - row.first, first_input + wanted.stop - row.first))
-        self.rows.append(_PooledRow(row, pooler, len(wanted)))
-
-
-def _pool(rows: Sequence[_PooledRow], hidden: NDArray[np.float32], outcome: "_Outcome") -> None:
-    """Give poolers their hidden states, and take the vectors of those sequences that are complete."""
-    first = 0
-    for each in rows:
-        each.pooler.add(hidden[first : first + each.num_wanted])
-        first += each.num_wanted
-        state = each.row.state
-        if each.row.end == len(state.token_ids):
-            try:
-                outcome.pooled[each.row.index] = each.pooler.vectors()
-            except NotANumberError:
-                state.failure = _FAILURES[SampledStatus.IS_NAN]
-
-
-def _want(row: _Row, wanted: LogitRows, first_input: int, first_mask: int) -> None:
-    """Add a sequence's rows of logits: those about tokens of the prompt, then those that are sampled.
-
-    Args:
-        row: the sequence.
-        wanted: the step's rows.
-        first_input: where the sequence's tokens begin among those of the step.
-        first_mask: the mask of its first sampled token; -1 is none.
-    """
-    row.logit_row = len(wanted.states)
-    state = row.state
-    if state.sampling.prompt_logprobs is not None:
-        for place in range(row.first + 1, min(row.end + 1, state.num_prompt_tokens)):
-            wanted.add(state, first_input + place - 1 - row.first, place, known=state.token_ids[place])
-        row.num_prompt_rows = len(wanted.states) - row.logit_row
-    if row.is_sampled:
-        for number in range(1 + row.num_drafts):
-            place = row.end - row.num_drafts + number
-            mask_row = -1 if first_mask < 0 else first_mask + number
-            wanted.add(state, first_input + place - 1 - row.first, place, mask_row=mask_row)
-
-
-def _take_in(row: _Row, sampled: _Sampled, outcome: _Outcome) -> None:
-    """Keep what a sequence's rows gave: in the sequence, and for the result."""
-    state, first = row.state, row.logit_row + row.num_prompt_rows
-    if row.num_prompt_rows:
-        prompt_rows = range(row.logit_row, first)
-        state.failure = next((sampled.failures[each] for each in prompt_rows if each in sampled.failures), None)
-        outcome.prompt_logprobs[row.index] = [sampled.token_logprobs(each) for each in prompt_rows]
-    if not row.is_sampled:
-        return
-    num_accepted = 0
-    if row.num_drafts:
-        drafts = state.token_ids[-row.num_drafts :]
-        del state.token_ids[-row.num_drafts :]
-        while (
-            num_accepted < row.num_drafts
-            and first + num_accepted not in sampled.failures
-            and sampled.tokens[first + num_accepted] == drafts[num_accepted]
-        ):
-            num_accepted += 1
-    if num_accepted and first + num_accepted in sampled.failures:
-        # What was accepted counts, as it does without drafts; the next step fails where this one did.
-        num_accepted -= 1
-    last = first + num_accepted
-    state.failure = state.failure or sampled.failures.get(last)
+def _needs_host(state: SequenceState) -> bool:
+    """Whether a sequence's next token can only be chosen when all before it are known to the host."""
     if state.failure is not None:
-        return
-    outcome.tokens[row.index] = sampled.tokens[last]
-    state.token_ids.extend(sampled.tokens[first : last + 1])
-    if num_accepted:
-        outcome.num_accepted[row.index] = num_accepted
-    if sampled.num_logprobs and sampled.num_logprobs[last] >= 0:
-        outcome.logprobs[row.index] = [sampled.token_logprobs(each) for each in range(first, last + 1)]
+        return False
+    has_unknown_words = state.rules.bad_words is not None and state.num_unknown > 0
+    return bool(state.processors or state.sampling.logprob_token_ids) or has_unknown_words
 
 
-def _computed(rows: Sequence[_Row], plan: StepPlan) -> list[ComputedSequence]:
+def _num_logprobs(arrays: SamplingArrays) -> Sequence[int]:
+    return () if arrays.num_logprobs is None else arrays.num_logprobs.tolist()
+
+
+def _sampled_rows(
+    result: SampledTokens,
+    num_logprobs: Sequence[int],
+    failures: dict[int, str],
+    listed: Mapping[int, tuple[Sequence[int], Sequence[float]]],
+) -> SampledRows:
+    """`failures` are those that are known already."""
+    for row in np.flatnonzero(result.status).tolist():
+        failures.setdefault(row, FAILURES[int(result.status[row])])
+    return SampledRows(result.token_ids.tolist(), failures, result.logprobs, num_logprobs, listed)
+
+
+def _computed(rows: Sequence[StepRow], plan: StepPlan) -> list[ComputedSequence]:
     """The step's sequences for the draft model."""
     computed: list[ComputedSequence] = []
     for row in rows:

@@ -157,7 +157,8 @@ class SamplingTable:
         old_size = self._num_rows
         self._num_rows = max(_MIN_ROWS, 2 * old_size)
         self._columns.resize(self._num_rows)
-        self._free_rows.extend(range(old_size, self._num_rows))
+        # The lowest first, so that no row is above the number of sequences.
+        self._free_rows.extend(reversed(range(old_size, self._num_rows)))
 
     def _penalties(self, rows: LogitRows, ruled_rows: Sequence[int], index: NDArray[np.intp]) -> Penalties | None:
         seen = _ragged(

@@ -16,6 +16,9 @@ from trioengine.types.params import SamplingParams
 from trioengine.worker.logits_processors import BoundProcessor
 from trioengine.worker.pooling import Labels, Pooler
 
+UNKNOWN_TOKEN = -1
+"""In `SequenceState.token_ids`: what stands here is being sampled."""
+
 
 @attrs.frozen(eq=False)
 class TokenRules:
@@ -50,7 +53,7 @@ class SequenceState:
     """One sequence known to the worker."""
 
     token_ids: "array[int]"
-    """Prompt and output, as far as known; during a step its drafts behind them."""
+    """Prompt and output; during a step its drafts behind them."""
     num_prompt_tokens: int
     sampling: SamplingParams
     seed: int
@@ -66,6 +69,8 @@ class SequenceState:
     """Of its adapter; 0 is none."""
     row: int = -1
     """Its row in the `SamplingTable`."""
+    num_unknown: int = 0
+    """Of its tokens, the last ones, how many are `UNKNOWN_TOKEN`."""
     block_ids: NDArray[np.int32] = attrs.field(factory=lambda: np.empty(0, np.int32))
 
     def add_blocks(self, block_ids: Sequence[int]) -> None:

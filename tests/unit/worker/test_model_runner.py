@@ -23,6 +23,8 @@ from trioengine.core.executor import (  # noqa: E402
 from trioengine.models.decoder import Decoder  # noqa: E402
 from trioengine.models.loader import LoadedModel  # noqa: E402
 from trioengine.models.torch_ops import TorchModel  # noqa: E402
+from trioengine.testing.device_backend import device_backend  # noqa: E402
+from trioengine.testing.fake_device import FakeDevice  # noqa: E402
 from trioengine.testing.logits import torch_logits  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import native_copy, tiny_model  # noqa: E402
@@ -60,10 +62,15 @@ def native_backend(model: TorchModel) -> Backend:
     )
 
 
+def asynchronous_backend(model: TorchModel) -> Backend:
+    """A GPU's, on a device that is always late."""
+    return device_backend(model, FakeDevice(), num_blocks=NUM_BLOCKS, max_num_seqs=128, graph_sizes=(1, 3))
+
+
 make_backend = torch_backend
 
 
-@pytest.fixture(params=[torch_backend, native_backend], autouse=True)
+@pytest.fixture(params=[torch_backend, native_backend, asynchronous_backend], autouse=True)
 def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of this module runs with each backend."""
     monkeypatch.setitem(globals(), "make_backend", request.param)
