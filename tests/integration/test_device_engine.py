@@ -54,10 +54,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def opened(model: Path, computer: Computer, **options: Any) -> Iterator[LLM]:
+def opened(model: Path | None, computer: Computer, **options: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trioengine.runtime.build.build_engine_core", partial(build_engine_core, computer=computer))
-        with LLM(str(model), multiprocess=False, **{**SIZES, **options}) as llm:
+        with LLM(None if model is None else str(model), multiprocess=False, **{**SIZES, **options}) as llm:
             yield llm
             llm.llm_engine.call(CheckIntegrity())
 
@@ -137,3 +137,13 @@ def test_the_cache_has_what_is_left(model: Path) -> None:
             assert len(answers(llm, GREEDY)[0]) == 12
     assert num_blocks[0] == pytest.approx(2 * num_blocks[1], rel=0.05)
     assert num_blocks[2] == pytest.approx(2 * num_blocks[1], rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_capital_of_japan_is_tokyo_on_a_device_too() -> None:
+    """The bundled model, from the planes that its quantized weights become."""
+    question = [{"role": "user", "content": "What is the capital of Japan?"}]
+    options = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64, "enforce_eager": True}
+    with opened(None, device_computer(total_bytes=2**28), **options) as llm:
+        (output,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    assert output.outputs[0].text == "The capital of Japan is Tokyo."

@@ -71,13 +71,14 @@ def test_arguments_of_vllm_are_accepted(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         quiet = EngineArgs("m", tokenizer="m", dtype="auto", tensor_parallel_size=1, revision=None, hf_overrides={})
         assert caplog.messages == []
-        args = EngineArgs(model="m", dtype="bfloat16", gpu_memory_utilization=0.5, max_num_seqs=7, seed=3)
+        args = EngineArgs(model="m", dtype="half", gpu_memory_utilization=0.5, swap_space=4, max_num_seqs=7, seed=3)
     assert quiet.config.model == "m"
     assert args.config.max_num_seqs == 7
+    assert (args.config.dtype, args.config.gpu_memory_utilization) == ("half", 0.5)
     assert args.caller.seed == 3
     (line,) = caplog.messages
-    assert "dtype=bfloat16" in line
-    assert "gpu_memory_utilization=0.5" in line
+    assert "swap_space=4" in line
+    assert "dtype" not in line
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from trioengine.config.engine import Quantization  # noqa: E402
 from trioengine.config.resolve import ResolvedConfig  # noqa: E402
 from trioengine.errors import CheckpointError, RequestError, UnavailableError  # noqa: E402
 from trioengine.models.loader import Checkpoint, open_checkpoint  # noqa: E402
+from trioengine.testing.device_computer import device_computer  # noqa: E402
 from trioengine.testing.executor_conformance import WEIGHT_CHECKS, Check, Subject  # noqa: E402
 from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import (  # noqa: E402
@@ -35,6 +36,7 @@ from trioengine.worker.executor import LocalExecutor  # noqa: E402
 from trioengine.worker.loading import Computer, load_executor  # noqa: E402
 
 OLD, NEW = folder_tensors(tiny_model()), folder_tensors(tiny_model(seed=1))
+NOT_NATIVE = "native", Quantization.FP8
 CONFIG = ResolvedConfig(
     max_model_len=256,
     max_num_batched_tokens=256,
@@ -67,6 +69,8 @@ def load(
     checkpoint: Checkpoint, computer: str = "native", quantization: Quantization | None = None, **changes: object
 ) -> LocalExecutor:
     config = attrs.evolve(CONFIG, **changes)  # type: ignore[arg-type]
+    if computer == "device":
+        return load_executor(checkpoint, config, device_computer(), quantization=quantization)
     library = Computer(native_library() if computer == "native" else None)
     return load_executor(checkpoint, config, library, quantization=quantization)
 
@@ -84,7 +88,7 @@ def updated(executor: LocalExecutor, *updates: UpdateWeights) -> LocalExecutor:
     return executor
 
 
-@pytest.mark.parametrize("computer", ["native", "asynchronous", "torch"])
+@pytest.mark.parametrize("computer", ["native", "asynchronous", "torch", "device"])
 @pytest.mark.parametrize("check", WEIGHT_CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check: Check, computer: str, tmp_path: Path) -> None:
     """The promises of every executor whose weights can be replaced."""
@@ -98,7 +102,7 @@ def test_conformance(check: Check, computer: str, tmp_path: Path) -> None:
     assert check(subject) is None
 
 
-@pytest.mark.parametrize("computer", ["native", "torch"])
+@pytest.mark.parametrize("computer", ["native", "torch", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_becomes_the_one_that_a_checkpoint_with_the_weights_is(
     computer: str, dtype: "torch.dtype", tmp_path: Path
@@ -118,10 +122,13 @@ def test_a_model_becomes_the_one_that_a_checkpoint_with_the_weights_is(
     assert checksum(executor) == checksum(fresh)
 
 
-@pytest.mark.parametrize("quantization", list(Quantization))
-def test_floats_are_quantized_as_they_were_at_load(quantization: Quantization, tmp_path: Path) -> None:
-    executor = load(folder(tmp_path / "old", OLD), quantization=quantization)
-    fresh = load(folder(tmp_path / "new", NEW), quantization=quantization)
+@pytest.mark.parametrize(
+    ("computer", "quantization"),
+    [(computer, kind) for computer in ("native", "device") for kind in Quantization if (computer, kind) != NOT_NATIVE],
+)
+def test_floats_are_quantized_as_they_were_at_load(computer: str, quantization: Quantization, tmp_path: Path) -> None:
+    executor = load(folder(tmp_path / "old", OLD), computer, quantization)
+    fresh = load(folder(tmp_path / "new", NEW), computer, quantization)
     assert checksum(updated(executor, message(NEW))) == checksum(fresh)
 
 
