@@ -2,10 +2,12 @@
 """What the machine code of the Triton kernels takes of a GPU, found out without one.
 
 `python -P -m trioengine_kernels.compile` compiles every variant of every operation and prints one line of CSV for each
-and each architecture. It ends with 1 if one does not compile, spills, or takes more than a program may have.
+and each architecture, with its problems: that it does not compile, spills, or takes more than a program may have. With
+any of them, it ends with 1.
 """
 
 import argparse
+import contextlib
 import csv
 import subprocess
 import sys
@@ -90,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if knobs.runtime.interpret:
         parser.error("with TRITON_INTERPRET there is nothing to compile")
     rows = csv.writer(sys.stdout, lineterminator="\n")
-    rows.writerow(field.name for field in attrs.fields(Usage))
+    fields = [field.name for field in attrs.fields(Usage)]
+    rows.writerow([*fields, "problems"])
     status = 0
     for op in options.ops or ops_with_kernels():
         for variant in variants_of(op):
@@ -98,15 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if capability < variant.min_capability:
                     continue
                 try:
-                    usage = usage_of(variant, capability)
-                except Exception as error:  # Whatever a compiler says: the other variants are compiled all the same.
-                    problems = [f"{type(error).__name__}: {error}"]
+                    with contextlib.redirect_stdout(sys.stderr):  # To which compilers print what they do not like.
+                        usage = usage_of(variant, capability)
+                except Exception as error:  # Whatever they say: the other variants are compiled all the same.
+                    numbers = [variant.name, capability, *[""] * (len(fields) - 2)]
+                    problems = [" ".join(f"{type(error).__name__}: {error}".split())]
                 else:
-                    rows.writerow(attrs.astuple(usage))
-                    problems = [*usage.problems()]
-                for problem in problems:
-                    status = 1
-                    print(f"{variant.name} for {capability}: {problem}", file=sys.stderr)
+                    numbers, problems = attrs.astuple(usage), [*usage.problems()]
+                rows.writerow([*numbers, "; ".join(problems)])
+                status |= bool(problems)
     return status
 
 
