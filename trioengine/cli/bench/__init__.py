@@ -1,4 +1,4 @@
-"""`trioengine bench`: what the front end, the engine, a server or the CPU kernels cost and deliver.
+"""`trioengine bench`: what the front end, the engine, a server or the kernels cost and deliver.
 
 Figures go to standard output, as a table or, with `--json`, as one JSON object.
 """
@@ -7,6 +7,7 @@ import argparse
 from typing import Protocol
 
 from trioengine.cli.options import add_engine_options, engine_config_from, positive_int
+from trioengine.errors import BenchError
 
 
 class Report(Protocol):
@@ -84,9 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_options(embed)
     core = benchmarks.add_parser("core", help="planning steps and taking in their results, without a device")
     _add_counts(core, num_seqs="requests that generate at once", steps="steps to measure")
-    kernels = benchmarks.add_parser("kernels", help="the native CPU kernels, operation by operation")
+    kernels = benchmarks.add_parser("kernels", help="the kernels alone, operation by operation")
+    kernels.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="the native CPU kernels, or an NVIDIA card's. Default: cpu",
+    )
     kernels.add_argument(
         "--cpu-threads", type=positive_int, metavar="N", help="threads that compute. Default: one for each processor"
+    )
+    kernels.add_argument(
+        "--op", action="append", default=[], metavar="NAME", help="this operation of the card only; again for more"
     )
     for benchmark in (frontend, serve, offline, embed, core, kernels):
         benchmark.add_argument("--json", action="store_true", help="print one JSON object")
@@ -138,9 +148,17 @@ def _benchmark(arguments: argparse.Namespace) -> Benchmark:
             from trioengine.cli.bench.core import CoreBench
 
             return CoreBench(num_seqs=arguments.num_seqs, num_steps=arguments.steps)
+        case "kernels" if arguments.device == "cuda":
+            from trioengine.cli.bench.device_kernels import DeviceKernelsBench
+
+            if arguments.cpu_threads is not None:
+                raise BenchError("--cpu-threads is for --device cpu.")
+            return DeviceKernelsBench(ops=arguments.op)
         case "kernels":
             from trioengine.cli.bench.kernels import KernelsBench
 
+            if arguments.op:
+                raise BenchError("--op is for --device cuda.")
             return KernelsBench(num_threads=arguments.cpu_threads)
         case _:
             from trioengine.cli.bench.offline import OfflineBench
