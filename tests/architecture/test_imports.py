@@ -29,7 +29,21 @@ def modules_after(statement: str) -> set[str]:
     ],
 )
 def test_front_end_processes_load_no_torch(module: str) -> None:
-    assert modules_after(f"import {module}").isdisjoint({"torch", "transformers", "trioengine_kernels"})
+    assert modules_after(f"import {module}").isdisjoint({"torch", "triton", "transformers", "trioengine_kernels"})
+
+
+def test_a_core_on_a_cpu_loads_no_triton() -> None:
+    """Installed for cards, it is not even looked at: its import takes a second of every start."""
+    loaded = modules_after(
+        "import trioengine.runtime.core_process, trioengine.runtime.build, trioengine.worker.native_backend"
+    )
+    assert loaded.isdisjoint({"torch", "triton"})
+    assert "trioengine_kernels" in loaded
+    loaded = modules_after(
+        "import trioengine.runtime.build, trioengine.worker.torch_backend, trioengine_kernels.native"
+    )
+    assert "torch" in loaded
+    assert "triton" not in loaded
 
 
 def test_a_stream_endpoint_of_ones_own_needs_no_web_framework() -> None:

@@ -120,6 +120,16 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     vendored = {path.name for path in (ROOT / "web" / "vendor").iterdir()}
     licences = {path.parent.name for path in installed.glob("*.dist-info/licenses/web/vendor/*/LICENSE.txt")}
     assert licences == vendored
+    # The kernels of cards, without what measures them.
+    assert {path.name for path in installed.iterdir() if path.is_dir()} == {
+        "trioengine",
+        "trioengine_kernels",
+        "bin",
+        next(installed.glob("*.dist-info")).name,
+    }
+    kernels = {path.parent.name for path in (ROOT / "kernels" / "trioengine_kernels").glob("*/triton.py")}
+    assert "paged_attention" in kernels
+    assert {path.parent.name for path in (installed / "trioengine_kernels").glob("*/triton.py")} == kernels
 
     program = (
         "import importlib.util, trioengine, trioengine_kernels, trioengine.server.page, trioengine.worker\n"
