@@ -39,6 +39,7 @@ from trioengine.models.loader import (
 )
 from trioengine.models.lora import LoRA, LoRAPlace, lora_targets
 from trioengine.models.pack_cache import cached_weights
+from trioengine.models.packed_groups import PackedForm, group_fields, packed_form
 from trioengine.models.source import Floats, MatrixPart, StoredMatrix
 
 NativeMatrix: TypeAlias = Sequence[WeightTiles]
@@ -58,8 +59,6 @@ _PIECE_VALUES = 1 << 22
 """Numbers that are floats at a time, on the way from a type that cannot be packed as it is: 16 MiB."""
 _STRIP_ROWS = 16
 """Rows of a piece are a multiple, as `pack_float_pieces` needs."""
-_MIDDLE_OF_8_BITS = 128
-"""The code that stands for 0 where there are no zero points."""
 
 
 def load_native_model(
@@ -171,49 +170,33 @@ def _layout(part: MatrixPart, float_kind: TileKind | None) -> _Layout:
             halves = TileKind.F16 if part.kind is GGMLType.BF16 and _fit_halves(part.rows) else None
             return _Layout(halves if float_kind is None else float_kind, part.kind)
         case QuantizedMatrix():
-            return _quantized_layout(part)
+            return _PACKED_LAYOUTS[packed_form(part)]
         case ScaledMatrix():
             largest = float(np.abs(part.scales).max() * np.nanmax(np.abs(part.table[np.isfinite(part.table)])))
             halves = TileKind.F16 if 2.0**-8 <= largest < 2.0**15 else TileKind.F32
             return _Layout(halves if float_kind is None else float_kind)
 
 
-def _quantized_layout(part: QuantizedMatrix) -> _Layout:
-    """Tiles hold the codes as they are where groups are runs of 32 columns, or several.
-
-    Scales are halves there, and so is the product of scale and zero point unless 8 bits are symmetric; each loses up
-    to 2^-11 of itself. Columns in another order become floats on the way and get scales of their own in 8 bits, which
-    lose up to 1/254 of the largest of 32 numbers. Scales that halves cannot hold make floats of all.
-    """
-    largest = float(np.abs(part.scales()).max())
-    if largest and not 2.0**-14 <= largest < 2.0**7:
-        return _Layout(TileKind.F32)
-    groups = part.column_groups
-    if not part.has_groups_in_order or part.num_columns % 32 or np.any(groups[::32] != groups[31::32]):
-        return _Layout(TileKind.INT8)
-    if part.bits == 4:
-        return _Layout(TileKind.INT4, has_blocks=True)
-    is_symmetric = bool(np.all(part.zeros() == _MIDDLE_OF_8_BITS))
-    return _Layout(TileKind.INT8 if is_symmetric else TileKind.INT8_AFFINE, has_blocks=True)
+_PACKED_LAYOUTS: Mapping[PackedForm, _Layout] = {
+    PackedForm.INT4: _Layout(TileKind.INT4, has_blocks=True),
+    PackedForm.INT8: _Layout(TileKind.INT8, has_blocks=True),
+    PackedForm.INT8_AFFINE: _Layout(TileKind.INT8_AFFINE, has_blocks=True),
+    PackedForm.ROUNDED: _Layout(TileKind.INT8),
+    PackedForm.FLOATS: _Layout(TileKind.F32),
+}
 
 
 def _blocks(part: QuantizedMatrix, first: int, end: int, kind: TileKind) -> NDArray[np.uint8]:
     """Rows as `pack_block_pieces` wants them."""
-    groups = part.column_groups[::32]
-    codes = part.codes(first, end).reshape(-1, len(groups), 32)
-    scales = part.scales(first, end)[:, groups].astype(np.float16)
-    zeros = part.zeros(first, end)[:, groups]
-    fields = [scales]
-    if kind is not TileKind.INT8:
-        zeros = zeros if kind is TileKind.INT4 else zeros - _MIDDLE_OF_8_BITS
-        # Of the scale that was rounded: where code and zero point are equal, little remains of its error.
-        fields.append((scales.astype(np.float32) * -zeros).astype(np.float16))
+    fields = group_fields(part, first, end, PackedForm[kind.name])
+    codes = fields.codes
     if kind is TileKind.INT4:
         packed = codes[:, :, 16:] << 4
         packed |= codes[:, :, :16]
     else:
-        packed = codes ^ np.uint8(_MIDDLE_OF_8_BITS)
-    parts = [field[:, :, None].view(np.uint8) for field in fields]
+        packed = codes ^ np.uint8(128)
+    halves = [fields.scales] if fields.minimums is None else [fields.scales, fields.minimums]
+    parts = [each[:, :, None].view(np.uint8) for each in halves]
     return np.concatenate((*parts, packed), axis=2, dtype=np.uint8).reshape(len(codes), -1)
 
 

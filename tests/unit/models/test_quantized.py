@@ -14,12 +14,14 @@ torch = pytest.importorskip("torch")
 
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
 from trioengine_kernels.native.tiles import TileKind  # noqa: E402
+from trioengine_kernels.quantized_linear import WeightKind, dequantize  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.checkpoint.quantized import QuantizedMatrix, ScaledMatrix  # noqa: E402
 from trioengine.config.engine import Quantization  # noqa: E402
 from trioengine.models.decoder import DecoderWeights  # noqa: E402
-from trioengine.models.loader import open_checkpoint  # noqa: E402
+from trioengine.models.device_weights import DeviceWeightMaker  # noqa: E402
+from trioengine.models.loader import load_model, open_checkpoint  # noqa: E402
 from trioengine.models.native_ops import NativeModel, NativeWeights, load_native_model  # noqa: E402
 from trioengine.models.torch_ops import TorchModel, TorchOps, load_torch_model  # noqa: E402
 from trioengine.testing import packed_weights  # noqa: E402
@@ -256,6 +258,16 @@ def test_packed_weights_are_the_numbers_that_were_packed(tmp_path: Path, name: s
         if packing.tile_kind.is_quantized:
             found, numbers = tile_values(tiles[0]), matrix.numpy()
             assert np.all(np.abs(found - numbers) <= packing.error * np.abs(numbers).max(axis=1, keepdims=True))
+
+    on_device = load_model(open_checkpoint(location), DeviceWeightMaker(torch.device("cpu"), torch.float32))
+    made = zip(*(layer_matrices(model.decoder.weights) for model in (on_device, native)), strict=True)
+    for (weight, tiles), matrix in zip(made, expected_matrices, strict=True):
+        if packing.tile_kind.is_quantized:
+            assert weight.kind.name == packing.tile_kind.name
+            assert np.allclose(dequantize(weight).numpy(), tile_values(tiles[0]), rtol=1e-6, atol=1e-6)
+        else:
+            assert weight.kind is WeightKind.FP8
+            assert torch.equal(dequantize(weight), matrix)
 
     logits = native_logits(native, TOKENS, [20, 13])
     reference = torch_logits(expected, TOKENS, QuantizedOps if packing.tile_kind.is_quantized else TorchOps)
