@@ -2,8 +2,10 @@
 """A device on the CPU that is always late: `FakeDevice`.
 
 Work waits in a queue until somebody waits for it, so that whoever reads a result without waiting gets none, and whoever
-changes staging memory too early computes with the wrong numbers. A graph is a function that is called again; a replay
-that reads or writes other memory than was there when it was recorded is an error, as a real graph would not follow.
+changes staging memory too early computes with the wrong numbers. Copies to the host are later still: they take what is
+there when somebody waits for them, so that later work which changes it too early is found, too. A graph is a function
+that is called again; a replay that reads or writes other memory than was there when it was recorded is an error, as a
+real graph would not follow.
 """
 
 from collections import deque
@@ -23,6 +25,8 @@ from trioengine.worker.device.device import DeviceMemory, Graph, HostCopy
 class FakeCopy:
     """A copy that somebody has to wait for."""
 
+    source: Tensor | None = None
+    """Once it is computed."""
     host: Tensor | None = None
     is_done: bool = False
 
@@ -72,7 +76,7 @@ class FakeDevice:
         copy = FakeCopy()
 
         def compute() -> None:
-            copy.host = work().clone()
+            copy.source = work()
 
         self._queue.append(compute)
         return copy
@@ -82,9 +86,9 @@ class FakeDevice:
         assert isinstance(copy, FakeCopy)
         if not copy.is_done:
             self.num_synchronizations += 1
-            while copy.host is None:
+            while copy.source is None:
                 self._next()
-            copy.is_done = True
+            copy.host, copy.is_done = copy.source.clone(), True
         assert copy.host is not None
         return copy.host
 

@@ -71,6 +71,7 @@ class ModelRunner:
         bad_words_rules: BadWordsRules | None = None,
     ) -> None:
         self._backend = backend
+        self._async_backend = backend if isinstance(backend, AsyncBackend) else None
         self._block_size = backend.block_size
         self._num_blocks = [group.num_blocks for group in backend.kv_cache_groups]
         # Slots are 32-bit numbers.
@@ -107,8 +108,8 @@ class ModelRunner:
         self._add_rows(step)
         if not step.rows:
             step.result = self._result(step, None, None)
-        elif isinstance(self._backend, AsyncBackend):
-            self._launch(step, self._backend)
+        elif self._async_backend is not None:
+            self._launch(step, self._async_backend)
         else:
             self._compute(step)
 

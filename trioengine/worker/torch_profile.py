@@ -9,10 +9,13 @@ from torch.profiler import ProfilerActivity, record_function
 
 
 class TorchProfile:
-    """A record of the operations of the thread that begins it."""
+    """A record of the operations of the thread that begins it, and of what the GPU does, where there is one."""
 
     def __init__(self) -> None:
-        self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU])
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
 
     def span(self, name: str, **facts: int) -> contextlib.AbstractContextManager[object]:

@@ -182,6 +182,20 @@ def test_a_step_waits_once_and_copies_once(graph_sizes: Sequence[int], sampling:
     ]
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, attrs.evolve(PENALTIES, logprobs=1)])
+def test_results_are_their_steps_however_late_they_are_copied(sampling: SamplingParams) -> None:
+    """The device has computed the next step when the copy of the first one's results is done."""
+    sequences = decoding(4, sampling)
+    for _ in range(3):
+        sequences.launch()
+        sequences.launch()
+        sequences.device.advance(2)
+        sequences.finish()
+        sequences.finish()
+    assert replayed(sequences) == [4] * 6
+    assert sequences.tokens == {i: alone(prompt_of(3 + i, i), 7, sampling, seed=i) for i in range(4)}
+
+
 def test_a_prompt_waits_once_and_copies_once() -> None:
     """Also where the step samples nothing."""
     sequences = Sequences()

@@ -18,39 +18,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trioengine_kernels.kernel_set import KernelSet
 from trioengine_kernels.native.sampler import LogitBias, RaggedIds, SampledTokens, SamplingArrays
-from trioengine_kernels.paged_attention.batch import AttentionBatch
 from trioengine_kernels.paged_attention.work import WORK_FIELDS
-from trioengine_kernels.sampling import Logprobs
-from trioengine_kernels.sampling.device import empty_state
 
-from trioengine.models.device_ops import DeviceInput, DeviceLoRAs, DeviceModel, DeviceOps
+from trioengine.models.device_ops import DeviceLoRAs, DeviceModel
 from trioengine.models.loader import NewTensors
 from trioengine.models.lora import LoRA
 from trioengine.models.torch_ops import tensors_in
 from trioengine.worker.backend import LaunchBatch, StepBatch, StepNumbers, kv_cache_groups
 from trioengine.worker.device.buffers import (
-    ALIGNMENT,
     DeviceState,
     StagingRing,
     StepFacts,
-    StepInputs,
     StepLayout,
     StepShape,
 )
+from trioengine.worker.device.computer import StepComputer, Tail
 from trioengine.worker.device.device import Device, HostCopy
 from trioengine.worker.device.graphs import DecodeGraphs
 from trioengine.worker.device.kv_cache import DeviceKVCache
 from trioengine.worker.device.results import ResultShape, pack_results
 from trioengine.worker.device.sampling import (
-    SampledLogits,
-    SamplingLayout,
     SamplingPlanner,
     StepSampling,
     read_sampling,
     sample_logits,
     sampling_layout,
-    start_rows,
-    write_sampling,
 )
 from trioengine.worker.model_memory import ModelMemory
 from trioengine.worker.pooling import Labels, labels_of
@@ -97,49 +89,6 @@ class _GraphMemory:
     """[largest size, vocab_size], float32."""
     results: Tensor
     """[2, largest size], int32: tokens, and how each was found."""
-
-
-@attrs.frozen(eq=False)
-class _Tail:
-    """What is behind a step's inputs in its block: the rules of its rows, where it is computed by a graph, which does
-    not read them there; and masks and prompts, a bit for each token."""
-
-    sampling: StepSampling
-    layout: SamplingLayout | None
-    """Of the rules; None where they are not there."""
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Words of the rules, of the rows whose prompts are among the bits, and of the bits."""
-        started = self.sampling.started_rows
-        num_started_words = 2 * len(started)
-        return (
-            0 if self.layout is None else self.layout.num_words,
-            num_started_words + -num_started_words % ALIGNMENT,
-            self.sampling.bits.size,
-        )
-
-    def fill(self, into: NDArray[np.int32]) -> None:
-        """Write it."""
-        num_rule_words, num_started_words, _ = self.sizes
-        rules, started, bits = np.split(into, np.cumsum((num_rule_words, num_started_words)))
-        if self.layout is not None:
-            write_sampling(self.sampling, self.layout, rules)
-        started.view(np.int64)[: len(self.sampling.started_rows)] = self.sampling.started_rows
-        bits[:] = self.sampling.bits.reshape(-1)
-
-    def cut(self, block: Tensor) -> "_TailTensors":
-        """The same on the device."""
-        rules, started, bits = block.split(self.sizes)
-        num_started = len(self.sampling.started_rows)
-        return _TailTensors(rules, started.view(torch.int64)[:num_started], bits.view(self.sampling.bits.shape))
-
-
-@attrs.frozen(eq=False)
-class _TailTensors:
-    rules: Tensor
-    started_rows: Tensor
-    bits: Tensor
 
 
 class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
@@ -189,9 +138,6 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         self._loras: dict[int, LoRA] = {}
         self._ring = StagingRing(device)
         self._planner = SamplingPlanner(options.max_num_seqs, config.vocab_size)
-        # Of no sequence, until one has penalties: counts of the whole vocabulary take memory.
-        self._no_penalties = empty_state(0, config.vocab_size, device.torch_device)
-        self._penalties = self._no_penalties
         self._state = DeviceState(self._facts, device.torch_device)
         self._layouts = {size: StepLayout(self._facts.decode_shape(size), self._facts) for size in options.graph_sizes}
         self._graphs = DecodeGraphs(device, options.graph_sizes, self._recorded_work)
@@ -252,7 +198,7 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         """As `Memory.drop_kv_cache`."""
         self._forget_steps()
         super().drop_kv_cache()
-        self._penalties = self._no_penalties
+        self._state.drop_penalties()
         self._device.return_memory()
 
     def make_kv_cache(self) -> None:
@@ -318,13 +264,12 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
 
     def launch(self, batch: LaunchBatch, sampling: SamplingArrays | None) -> "LaunchedDeviceStep":
         """As `AsyncBackend.launch`."""
-        assert self._ready is not None, "asleep"
         assert len(batch.rows) == 0 or batch.rows.max() < self.max_num_seqs
         updates = batch.block_updates
         self._planner.forget(updates[(updates[:, 0] == 0) & (updates[:, 2] == 0), 1])
         plan = None if sampling is None else self._planner.plan(sampling, batch.logit_owners)
-        if plan is not None and self._penalties is self._no_penalties and (plan.penalty_rows >= 0).any():
-            self._penalties = empty_state(self.max_num_seqs, self.vocab_size, self._device.torch_device)
+        if plan is not None and (plan.penalty_rows >= 0).any():
+            self._state.begin_penalties()
         results = ResultShape(
             num_rows=0 if plan is None else len(batch.logit_rows),
             num_logprobs=None if sampling is None else sampling.num_logprobs,
@@ -361,33 +306,26 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         results: ResultShape,
     ) -> HostCopy:
         """Begin a step that is computed operation by operation."""
-        tail = None if plan is None else _Tail(plan, None)
+        computer, state, num_rows = self._computer, self._state, len(batch.logit_rows)
+        tail = None if plan is None else Tail(plan, None)
         staging, num_words = self._write_block(layout, batch, work, plan, tail)
-        max_query_len = int(np.diff(batch.query_start).max())
-        num_rows = len(batch.logit_rows)
+        max_query_len, has_loras = int(np.diff(batch.query_start).max()), batch.lora_slots is not None
 
         def compute() -> Tensor:
-            block = torch.empty(len(staging), dtype=torch.int32, device=self._device.torch_device)
-            self._device.copy_to_device(block, staging)
+            block = self._to_device(staging)
             inputs = layout.tensors(block)
-            self._state.update(inputs)
-            logits, hidden = self._forward(inputs, self._state.block_table, self._state.last_tokens, max_query_len)
-            logits = logits[:num_rows]
-            self._logits, self._hidden = (logits, hidden) if plan is None else (None, hidden)
-            sampled = found = None
+            state.update(inputs)
+            logits, hidden = computer.forward(inputs, max_query_len=max_query_len, has_loras=has_loras)
+            logits, wanted_hidden = logits[:num_rows], hidden if results.num_hidden_rows else None
+            self._logits, self._hidden = (logits, hidden) if tail is None else (None, None)
             if tail is not None:
-                rules, last_tokens = (
-                    attrs.evolve(tail.cut(block[num_words:]), rules=inputs.sampling),
-                    self._state.last_tokens,
-                )
-                sampled, found = self._choose(logits, rules, layout.sampling, tail.sampling, last_tokens)
-                self._state.keep_tokens(inputs.sampled_rows, sampled.tokens)
-            if sampled is None and not results.num_hidden_rows:
-                return inputs.num_work.flatten()  # Anything: the host waits for it.
-            hidden = hidden if results.num_hidden_rows else None
-            return pack_results(
-                None if sampled is None else sampled.tokens, None if sampled is None else sampled.status, found, hidden
-            )
+                rules = attrs.evolve(tail.cut(block[num_words:]), block=inputs.sampling)
+                sampled, logprobs = computer.choose(logits, rules, layout.sampling, tail.sampling)
+                state.keep_tokens(inputs.sampled_rows, sampled.tokens)
+                return pack_results(sampled.tokens, sampled.status, logprobs, wanted_hidden)
+            if wanted_hidden is not None:
+                return pack_results(None, None, None, wanted_hidden)
+            return inputs.num_work.flatten()  # Anything: the host waits for it.
 
         return self._device.launch(compute)
 
@@ -400,15 +338,11 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         results: ResultShape,
     ) -> HostCopy:
         """Begin a decode."""
-        layout, graph, memory, num_rows = (
-            self._layouts[size],
-            self._graphs.graph(size),
-            self._graph_memory,
-            len(batch.rows),
-        )
+        computer, state, memory, num_rows = self._computer, self._state, self._graph_memory, len(batch.rows)
+        layout, graph = self._layouts[size], self._graphs.graph(size)
         assert memory is not None
         has_more = plan.has_rules or plan.has_forced or results.num_logprobs is not None
-        tail = _Tail(plan, sampling_layout(plan.shape)) if has_more else None
+        tail = Tail(plan, sampling_layout(plan.shape)) if has_more else None
         staging, num_words = self._write_block(layout, batch, work, _without_rules(plan) if has_more else plan, tail)
 
         def compute() -> Tensor:
@@ -418,19 +352,32 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
                 # A copy, as the next step's results take their places.
                 return torch.cat((memory.results[0, :num_rows], memory.results[1, :num_rows]))
             assert tail.layout is not None
-            block = torch.empty(len(staging), dtype=torch.int32, device=self._device.torch_device)
-            self._device.copy_to_device(block, staging)
+            block = self._to_device(staging)
             memory.block[:num_words].copy_(block[:num_words])
             # The graph replaces them; what is counted first are those that are there now.
-            last_tokens = self._state.last_tokens.clone()
+            last_tokens = state.last_tokens.clone()
             graph.replay()
-            rules = tail.cut(block[num_words:])
-            sampled, found = self._choose(memory.logits[:num_rows], rules, tail.layout, plan, last_tokens)
-            inputs = layout.tensors(memory.block)
-            self._state.keep_tokens(inputs.sampled_rows[:num_rows], sampled.tokens)
-            return pack_results(sampled.tokens, sampled.status, found, None)
+            rules, logits = tail.cut(block[num_words:]), memory.logits[:num_rows]
+            sampled, logprobs = computer.choose(logits, rules, tail.layout, plan, last_tokens=last_tokens)
+            state.keep_tokens(layout.tensors(memory.block).sampled_rows[:num_rows], sampled.tokens)
+            return pack_results(sampled.tokens, sampled.status, logprobs, None)
 
         return self._device.launch(compute)
+
+    def _to_device(self, staging: Tensor) -> Tensor:
+        """A copy of a block. Part of a piece of work."""
+        block = torch.empty(len(staging), dtype=torch.int32, device=self._device.torch_device)
+        self._device.copy_to_device(block, staging)
+        return block
+
+    @property
+    def _computer(self) -> StepComputer:
+        """Of what is there now."""
+        ready = self._ready
+        assert ready is not None, "asleep"
+        return StepComputer(
+            ready.model, ready.loras, self._kv_caches, self._state, self._kernels, self._facts, self._options.dtype
+        )
 
     def _write_block(
         self,
@@ -438,7 +385,7 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         batch: LaunchBatch,
         work: Sequence[NDArray[np.int32]],
         plan: StepSampling | None,
-        tail: _Tail | None,
+        tail: Tail | None,
     ) -> tuple[Tensor, int]:
         """A step's block in the host's memory, and how many of its words are in front of the tail."""
         num_tail_words = 0 if tail is None else sum(tail.sizes)
@@ -455,122 +402,33 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         staging = self._device.staging(layout.num_words)
         layout.fill(staging, _nobodys_step(), [np.empty((0, WORK_FIELDS), np.int32)] * len(facts.groups), None)
         self._device.run(lambda: memory.block[: layout.num_words].copy_(staging))
-        inputs = layout.tensors(memory.block)
-        sampling = read_sampling(inputs.sampling, layout.sampling, self._no_penalties)
+        computer, state, inputs = self._computer, self._state, layout.tensors(memory.block)
+        sampling = read_sampling(inputs.sampling, layout.sampling, state.penalties)
 
         def work() -> None:
-            self._state.update(inputs)
-            logits, _ = self._forward(inputs, self._state.block_table, self._state.last_tokens, max_query_len=1)
+            state.update(inputs)
+            logits, _ = computer.forward(inputs, max_query_len=1, has_loras=facts.has_loras)
             memory.logits[:size].copy_(logits)
             sampled = sample_logits(
                 self._kernels,
                 logits,
                 sampling,
-                self._state.last_tokens,
+                state.last_tokens,
                 has_rules=False,
                 has_forced=False,
                 is_kept=True,
             )
             memory.results[0, :size].copy_(sampled.tokens)
             memory.results[1, :size].copy_(sampled.status)
-            self._state.keep_tokens(inputs.sampled_rows, sampled.tokens)
+            state.keep_tokens(inputs.sampled_rows, sampled.tokens)
 
         return work
-
-    def _forward(
-        self, inputs: StepInputs[Tensor], block_table: Tensor, last_tokens: Tensor, max_query_len: int
-    ) -> tuple[Tensor, Tensor]:
-        """Logits, [num_logit_rows, vocab_size], and hidden states, [num_hidden_rows, hidden_size], float32."""
-        ready, facts, block_size = self._ready, self._facts, self.block_size
-        assert ready is not None
-        token_ids, slots = self._kernels.prepare_step(
-            inputs.token_ids, inputs.token_rows, inputs.positions, last_tokens, block_table, block_size
-        )
-        attention = [
-            AttentionBatch(
-                block_table=block_table[number],
-                rows=inputs.rows,
-                query_start=inputs.query_start,
-                seq_lens=inputs.seq_lens,
-                work=inputs.work[number],
-                num_work=inputs.num_work[number],
-                block_size=block_size,
-                window=group.window,
-                max_query_len=max_query_len,
-                is_deterministic=facts.is_deterministic,
-            )
-            for number, group in enumerate(facts.groups)
-        ]
-        ops = DeviceOps(
-            DeviceInput(
-                token_ids=token_ids,
-                positions=inputs.positions,
-                slots=list(slots),
-                attention=attention,
-                logit_rows=inputs.logit_rows,
-                hidden_rows=inputs.hidden_rows,
-                lora_slots=inputs.lora_slots if facts.has_loras else None,
-            ),
-            [cache.layers for cache in self._kv_caches],
-            self._kernels,
-            dtype=self._options.dtype,
-            loras=ready.loras,
-            is_deterministic=facts.is_deterministic,
-        )
-        logits = ready.model.decoder.forward(ops)
-        assert ops.hidden_states is not None
-        hidden = ops.hidden_states
-        if len(inputs.hidden_rows):
-            # The last norm has it in its weights.
-            hidden = hidden.float() / self._config.logit_multiplier
-        return logits, hidden
-
-    def _choose(
-        self,
-        logits: Tensor,
-        tail: _TailTensors,
-        layout: SamplingLayout,
-        plan: StepSampling,
-        last_tokens: Tensor,
-        *,
-        is_kept: bool = False,
-    ) -> tuple[SampledLogits, Logprobs | None]:
-        """A token for each row by its rules, and log probabilities where there are to be some.
-
-        Args:
-            logits: of the step. Overwritten, unless `is_kept`.
-            tail: what the device is told of the rules.
-            layout: of `tail.rules`.
-            plan: what it was made of.
-            last_tokens: of each row, before the step.
-            is_kept: whether the logits are needed afterwards.
-        """
-        state, arrays = self._penalties, plan.arrays
-        num_masks, num_logprobs = plan.num_masks, arrays.num_logprobs
-        sampling = read_sampling(tail.rules, layout, state, tail.bits[:num_masks] if num_masks else None)
-        if len(tail.started_rows):
-            start_rows(state, tail.started_rows, tail.bits[num_masks:])
-        sampled = sample_logits(
-            self._kernels,
-            logits,
-            sampling,
-            last_tokens,
-            has_rules=plan.has_rules,
-            has_forced=plan.has_forced,
-            is_kept=is_kept or (num_logprobs is not None and not arrays.logprobs_are_processed),
-        )
-        if num_logprobs is None:
-            return sampled, None
-        if arrays.logprobs_are_processed:
-            logits = self._kernels.processed_logits(sampled.ruled, sampling.batch)
-        return sampled, self._kernels.logprobs(logits, sampled.tokens, max(0, int(num_logprobs.max())))
 
     # Steps that are computed one by one
 
     def compute(self, batch: StepBatch) -> None:
         """As `Backend.compute`. What is remembered of sequences has no part in it."""
-        assert self._ready is not None, "asleep"
-        num_seqs = len(batch.seq_lens)
+        computer, num_seqs = self._computer, len(batch.seq_lens)
         assert num_seqs <= self.max_num_seqs
         work = self._facts.plan_work(batch.query_start, batch.seq_lens)
         packed = _without_rows(batch)
@@ -584,10 +442,14 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         max_query_len, num_rows = int(np.diff(batch.query_start).max()), len(batch.logit_rows)
 
         def compute() -> Tensor:
-            block = torch.empty(len(staging), dtype=torch.int32, device=self._device.torch_device)
-            self._device.copy_to_device(block, staging)
+            block = self._to_device(staging)
             inputs, block_table = layout.tensors(block), block[num_words:].view(table.shape)
-            logits, self._hidden = self._forward(inputs, block_table, self._state.last_tokens, max_query_len)
+            logits, self._hidden = computer.forward(
+                inputs,
+                max_query_len=max_query_len,
+                has_loras=batch.lora_slots is not None,
+                block_table=block_table,
+            )
             self._logits = logits[:num_rows]
             return inputs.num_work.flatten()
 
@@ -620,17 +482,18 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
             return sample_rows(torch.from_numpy(self.copy_logits(range(num_rows))), arrays)
         plan = self._planner.plan(arrays, np.zeros(num_rows, np.int32))
         layout = sampling_layout(plan.shape)
-        tail = _Tail(plan, layout)
+        tail = Tail(plan, layout)
         staging = self._ring.take(sum(tail.sizes))[: sum(tail.sizes)]
         tail.fill(staging.numpy())
 
+        computer = self._computer
+
         def sample() -> Tensor:
             assert self._logits is not None, "no step was computed"
-            block = torch.empty(len(staging), dtype=torch.int32, device=self._device.torch_device)
-            self._device.copy_to_device(block, staging)
-            last_tokens = self._state.last_tokens
-            sampled, found = self._choose(self._logits, tail.cut(block), layout, plan, last_tokens, is_kept=True)
-            return pack_results(sampled.tokens, sampled.status, found, None)
+            sampled, logprobs = computer.choose(
+                self._logits, tail.cut(self._to_device(staging)), layout, plan, is_kept=True
+            )
+            return pack_results(sampled.tokens, sampled.status, logprobs, None)
 
         copy = self._device.launch(sample)
         self._ring.launched(copy)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from trioengine_kernels.paged_attention.work import WORK_FIELDS, max_work, plan_work
+from trioengine_kernels.sampling.device import empty_state
 
 from trioengine.core.executor import KVCacheGroup
 from trioengine.models.config import ModelConfig
@@ -275,6 +276,9 @@ class DeviceState:
         """[num_groups, num_rows, max_blocks]. The block behind a group's last one is nobody's."""
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         """[num_rows]: the token that was sampled last."""
+        # Of no sequence, until one has penalties: counts of the whole vocabulary take memory.
+        self._no_penalties = empty_state(0, facts.model.vocab_size, device)
+        self.penalties = self._no_penalties
 
     def update(self, inputs: StepInputs[Tensor]) -> None:
         """Take in a step's new blocks."""
@@ -283,6 +287,16 @@ class DeviceState:
     def keep_tokens(self, rows: Tensor, tokens: Tensor) -> None:
         """Take in what a step has sampled: [num_tokens], int64 and int32."""
         self.last_tokens.index_copy_(0, rows, tokens)
+
+    def begin_penalties(self) -> None:
+        """Make room for what penalties need, if there is none."""
+        if self.penalties is self._no_penalties:
+            penalties, vocab_size = self._no_penalties, self._no_penalties.output_counts.shape[1]
+            self.penalties = empty_state(len(self.last_tokens) - 1, vocab_size, penalties.output_counts.device)
+
+    def drop_penalties(self) -> None:
+        """Give that back. No sequence is known."""
+        self.penalties = self._no_penalties
 
 
 @attrs.define(eq=False)
