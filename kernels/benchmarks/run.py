@@ -1,5 +1,5 @@
 # pyright: basic
-"""Measures the operations of the card in this machine and writes a line of CSV for each. README.md says how.
+"""Measures the operations of the card in this machine and adds a line of CSV for each. README.md says how.
 
 Ends with 1 where an operation failed or its output was wrong; its line says so and has no speed.
 """
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.output or RESULTS / f"{slug_of(facts)}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     num_failed = 0
-    with path.open("w") as file:
+    with path.open("a") as file:
         table = CsvTable(file, FIGURES, facts)
         ceilings = measure_ceilings(options.device, suite.dtype, timer)
         for rate in (*ceilings.rates(), *measure(suite, timer, options.op)):
@@ -58,7 +58,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", action="append", choices=names, default=[], help="the shapes of this one only")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the benchmark out")
-    parser.add_argument("--output", type=Path, help="default: results/<card>-<commit>.csv beside this file")
+    parser.add_argument(
+        "--output", type=Path, help="rows are added to it; default: results/<card>-<commit>.csv beside this file"
+    )
     parser.add_argument("--commit", help="where this is no clone of the repository")
     return parser.parse_args(arguments)
 

@@ -82,6 +82,8 @@ def test_operations_become_lines_of_csv(
     assert [row["shape"] for row in rows[2:]] == ["tiny 2", "tiny 5"]
     assert all(float(row["us"]) > 0 and row["card"] == "cpu" for row in rows)
     assert "op=silu_and_mul  shape=tiny 2" in capsys.readouterr().out
+    assert run.main([*arguments, "--commit", "abc1235"]) == 0
+    assert [row["commit"] for row in rows_of(path)] == ["abc1234"] * 4 + ["abc1235"] * 4
 
 
 def test_a_failure_is_the_exit_status(
