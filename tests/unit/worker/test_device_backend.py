@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from trioengine_kernels.native.sampler import SamplingArrays  # noqa: E402
+
 from trioengine.core.executor import (  # noqa: E402
     NO_TOKEN,
     NewSequence,
@@ -29,9 +31,9 @@ from trioengine.testing.tiny_model import tiny_model  # noqa: E402
 from trioengine.tokenizer.bad_words import BadWordsRules  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
 from trioengine.types.pooling import PoolingParams, PoolingTask, PoolingType  # noqa: E402
-from trioengine.worker.backend import Backend  # noqa: E402
+from trioengine.worker.backend import Backend, LaunchBatch  # noqa: E402
 from trioengine.worker.device import buffers  # noqa: E402
-from trioengine.worker.device.backend import DeviceBackend  # noqa: E402
+from trioengine.worker.device.backend import DeviceBackend, LaunchedDeviceStep  # noqa: E402
 from trioengine.worker.draft import DraftModel  # noqa: E402
 from trioengine.worker.logits_processors import LogitsProcessors  # noqa: E402
 from trioengine.worker.model_runner import ModelRunner  # noqa: E402
@@ -389,6 +391,22 @@ def test_what_is_no_number_fails_alone_one_step_late(graph_sizes: Sequence[int])
     assert sequences.tokens[2] == alone(prompt_of(6, 4), 3, kept, seed=2)
 
 
+def test_a_failed_sequence_gives_nothing_more() -> None:
+    """Of the step that was in flight when its failure became known: no log probabilities either."""
+    found: list[list[StepResult]] = []
+    plain = torch_backend(broken_model())
+    late = device_backend(broken_model(), FakeDevice(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64)
+    for backend in (plain, late):
+        sequences = Sequences(backend)
+        sequences.add(0, [3, 7, 5, 6, 8, 9], attrs.evolve(GREEDY, prompt_logprobs=1))
+        sequences.launch(scheduled=[sequences.work(0, 3)])
+        sequences.launch(scheduled=[sequences.work(0)])
+        found.append([sequences.finish() for _ in range(2)])
+    for results in found:
+        assert [[failure.sequence_id for failure in result.failures] for result in results] == [[0], [0]]
+        assert [result.prompt_logprobs.keys() for result in results] == [{0}, set()]
+
+
 def test_a_mask_of_nothing_fails_its_sequence() -> None:
     sequences = decoding(2)
     bits = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
@@ -396,6 +414,26 @@ def test_a_mask_of_nothing_fails_its_sequence() -> None:
     result = sequences.finish()
     assert [failure.sequence_id for failure in result.failures] == [0]
     assert sequences.tokens[1] == alone(prompt_of(4, 1), 2)
+
+
+def test_a_row_gets_one_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of its prompt besides, nor those behind drafts: a device writes in no order."""
+    sequences = Sequences()
+    sequences.add(0, prompt_of(4), attrs.evolve(GREEDY, prompt_logprobs=0))
+    sequences.add(1, prompt_of(3, 1))
+    backend, batches = backend_of(sequences), []
+    launch = backend.launch
+
+    def spy(batch: LaunchBatch, sampling: SamplingArrays | None) -> LaunchedDeviceStep:
+        batches.append(batch)
+        return launch(batch, sampling)
+
+    monkeypatch.setattr(backend, "launch", spy)
+    sequences.run()
+    sequences.launch(scheduled=[sequences.work(0, drafts=[3, 4]), sequences.work(1)])
+    sequences.finish()
+    assert [batch.logit_owners.tolist() for batch in batches] == [[0, 0, 0, 0, 1], [0, 0, 0, 1]]
+    assert [batch.sampled_rows.tolist() for batch in batches] == [[-1, -1, -1, 0, 1], [-1, -1, -1, -1]]
 
 
 # Steps that must know the tokens before them

@@ -134,7 +134,7 @@ def test_a_step_is_written_with_padding() -> None:
     assert inputs.logit_rows.tolist() == [0, 1, 0, 0]
     assert inputs.sampled_rows.tolist() == [5, NO_ROW, NO_ROW, NO_ROW]
     work = FACTS.plan_work(batch.query_start, batch.seq_lens)
-    assert inputs.num_work.flatten().tolist() == [len(part) for part in work]
+    assert inputs.num_work[:, 0].tolist() == [len(part) for part in work]
     for found, expected in zip(inputs.work, work, strict=True):
         assert (found[: len(expected)].numpy() == expected).all()
     # What is behind the last item is not copied.
@@ -156,7 +156,7 @@ def test_a_step_without_sequences_is_all_padding() -> None:
     batch = batch_of([])
     inputs, _ = fill(StepLayout(FACTS.decode_shape(2), FACTS), batch)
     assert inputs.query_start.tolist() == [0, 0, 0]
-    assert inputs.num_work.flatten().tolist() == [0, 0]
+    assert inputs.num_work[:, 0].tolist() == [0, 0]
     assert inputs.token_rows.tolist() == [NO_ROW, NO_ROW]
     assert inputs.sampled_rows.tolist() == [NO_ROW, NO_ROW]
 

@@ -64,7 +64,7 @@ def native_backend(model: TorchModel) -> Backend:
 
 def asynchronous_backend(model: TorchModel) -> Backend:
     """A GPU's, on a device that is always late."""
-    return device_backend(model, FakeDevice(), num_blocks=NUM_BLOCKS, max_num_seqs=128, graph_sizes=(1, 3))
+    return device_backend(model, FakeDevice(), num_blocks=NUM_BLOCKS, max_num_seqs=128, graph_sizes=(3,))
 
 
 make_backend = torch_backend

@@ -32,7 +32,7 @@ from trioengine.worker.device.sampling import (
 ArrayT = TypeVar("ArrayT", NDArray[np.int32], Tensor)
 
 ALIGNMENT = 4
-"""Words: parts begin at multiples of 16 bytes, which kernels read at once."""
+"""Words: parts begin at multiples of 16 bytes, which kernels read at once; for others Triton would compile them anew."""
 NUM_STAGING_BLOCKS = 3
 """Two steps may be in flight while a third is written."""
 
@@ -153,7 +153,7 @@ class StepInputs(Generic[ArrayT]):
     sampling: ArrayT
     """As `sampling_layout` has it."""
     num_work: ArrayT
-    """[num_groups, 1]."""
+    """[num_groups, ALIGNMENT]: the first in each row."""
     work: Sequence[ArrayT]
     """For each KV group, [num_work, WORK_FIELDS]."""
 
@@ -181,7 +181,7 @@ class StepLayout:
         self._add("update_places", shape.num_updates, is_long=True)
         self._add("update_ids", shape.num_updates)
         self._add("sampling", self.sampling.num_words)
-        self._add("num_work", len(shape.num_work), 1)
+        self._add("num_work", len(shape.num_work), ALIGNMENT)
         # The last, as most of it is empty in most steps.
         for number in shape.num_work:
             self._add("work", number, WORK_FIELDS)
@@ -253,7 +253,7 @@ class StepLayout:
             write_sampling(sampling, self.sampling, inputs.sampling)
         num_words = self.num_words
         for number, (items, part) in enumerate(zip(work, inputs.work, strict=True)):
-            inputs.num_work[number] = len(items)
+            inputs.num_work[number, 0] = len(items)
             part[: len(items)] = items
         if work:
             num_words -= (len(inputs.work[-1]) - len(work[-1])) * WORK_FIELDS

@@ -123,7 +123,7 @@ class StepComputer:
                 query_start=inputs.query_start,
                 seq_lens=inputs.seq_lens,
                 work=inputs.work[number],
-                num_work=inputs.num_work[number],
+                num_work=inputs.num_work[number, :1],
                 block_size=facts.block_size,
                 window=group.window,
                 max_query_len=max_query_len,
@@ -135,7 +135,8 @@ class StepComputer:
             DeviceInput(
                 token_ids=token_ids,
                 positions=inputs.positions,
-                slots=list(slots),
+                # Copies, which begin at multiples of 16 bytes, or Triton would compile for others, too.
+                slots=[slots[0], *(each.clone() for each in slots[1:])],
                 attention=attention,
                 logit_rows=inputs.logit_rows,
                 hidden_rows=inputs.hidden_rows,
