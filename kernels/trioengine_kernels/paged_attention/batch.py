@@ -24,11 +24,14 @@ class AttentionBatch:
     seq_lens: Tensor
     """[num_seqs]: tokens of each sequence, those of this step included; 0 in padded places."""
     work: Tensor
-    """[max_work, WORK_FIELDS]: as `paged_attention.work.plan_work` fills it."""
+    """[max_work, WORK_FIELDS]: its first rows as `paged_attention.work.plan_work` returns them, planned for this
+    window, from the same `query_start` and `seq_lens`. `paged_attention.work.max_work` is enough of them."""
     num_work: Tensor
-    """[1]: how many of these there are."""
+    """[1]: how many rows these are."""
     block_size: int
     window: int | None
     """A query sees itself and the `window - 1` tokens before it; None is all of them."""
+    max_query_len: int
+    """No sequence of the step has more queries; 1 in a graph of decodes. It decides how many rows a tile has."""
     is_deterministic: bool = False
     """A query's numbers do not depend on what else is in the step."""
