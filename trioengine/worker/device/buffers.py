@@ -32,7 +32,7 @@ from trioengine.worker.device.sampling import (
 ArrayT = TypeVar("ArrayT", NDArray[np.int32], Tensor)
 
 ALIGNMENT = 4
-"""Words: parts begin at multiples of 16 bytes, which kernels read at once; for others Triton would compile them anew."""
+"""Words: parts begin at multiples of 16 bytes, which kernels read at once. For others Triton would compile anew."""
 NUM_STAGING_BLOCKS = 3
 """Two steps may be in flight while a third is written."""
 
