@@ -148,6 +148,16 @@ def alone(prompt: Sequence[int], num_tokens: int, sampling: SamplingParams = GRE
     return sequences.tokens[seed]
 
 
+def assert_same(found: Sequences, expected: Sequences) -> None:
+    """Tokens and log probabilities."""
+    assert found.tokens == expected.tokens
+    for result, other in zip(found.results, expected.results, strict=True):
+        assert result.logprobs.keys() == other.logprobs.keys()
+        for index, (entry,) in result.logprobs.items():
+            assert entry.token_ids == other.logprobs[index][0].token_ids
+            assert entry.logprobs == pytest.approx(other.logprobs[index][0].logprobs, rel=1e-4, abs=1e-4)
+
+
 def decoding(num_seqs: int, sampling: SamplingParams = GREEDY, **options) -> Sequences:
     """Sequences whose prompts are done."""
     sequences = Sequences(**options)
@@ -186,12 +196,7 @@ def test_a_step_waits_once_and_copies_once(graph_sizes: Sequence[int], sampling:
     for number in range(3):
         plain.add(number, prompt_of(3 + number, number), sampling)
     plain.run(8)
-    assert sequences.tokens == plain.tokens
-    for found, expected in zip(sequences.results, plain.results, strict=True):
-        assert found.logprobs.keys() == expected.logprobs.keys()
-        for index, (entry,) in found.logprobs.items():
-            assert entry.token_ids == expected.logprobs[index][0].token_ids
-            assert entry.logprobs == pytest.approx(expected.logprobs[index][0].logprobs, rel=1e-4, abs=1e-4)
+    assert_same(sequences, plain)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, attrs.evolve(PENALTIES, logprobs=1)])
@@ -472,7 +477,7 @@ PROCESSORS = LogitsProcessors({"add_one": AddOne})
         (attrs.evolve(RANDOM, logprobs=3, min_tokens=5, logit_bias={5: 1.0}), 0),
         # A step with rules like these is done when it was launched: the one behind it has nothing to wait for. Of words
         # only what was said before counts.
-        (attrs.evolve(RANDOM, logprob_token_ids=(3, 4)), 0),
+        (attrs.evolve(RANDOM, logprob_token_ids=(3, 4), logit_bias={3: 2.0}), 0),
         (attrs.evolve(RANDOM, logits_processors={"add_one": {}}), 0),
         (attrs.evolve(RANDOM, bad_words=("<3><4>",)), 5),
     ],
@@ -486,7 +491,7 @@ def test_some_steps_wait_for_the_tokens_before_them(sampling: SamplingParams, nu
         sequences.add(1, prompt_of(5, 1), sampling)
     ahead.run_ahead(6)
     plain.run(6)
-    assert ahead.tokens == plain.tokens
+    assert_same(ahead, plain)
     assert ahead.runner.num_waits == num_waits
 
 
