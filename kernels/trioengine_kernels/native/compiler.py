@@ -145,6 +145,7 @@ def _finish(command: Sequence[str], process: "subprocess.Popen[bytes]") -> None:
 
 
 def build_key(compiler: Compiler) -> str:
+    """Changes when the sources, the compiler, its options or the kind of machine do."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.rglob("*.[ch]")):
         digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
