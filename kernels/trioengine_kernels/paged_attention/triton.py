@@ -109,6 +109,7 @@ def attend(
     assert query.is_contiguous(), "queries have to be contiguous"
     assert key_cache.stride() == value_cache.stride(), "keys and values have to lie alike"
     assert key_cache.stride()[2:] == (head_dim, 1), "the heads of a cached token have to lie side by side"
+    assert batch.block_table.stride(1) == 1, "the blocks of a sequence have to lie side by side"
     shape = _Shape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
