@@ -493,20 +493,37 @@ def test_some_steps_wait_for_the_tokens_before_them(sampling: SamplingParams, nu
     plain.run(6)
     assert_same(ahead, plain)
     assert ahead.runner.num_waits == num_waits
+    assert [state.num_unknown for state in ahead.runner._sequences.values()] == [0, 0]
 
 
-def test_a_step_that_reads_logits_waits_for_those_before_it() -> None:
-    ahead = Sequences()
-    ahead.runner._logits_processors = PROCESSORS
-    ahead.add(0, prompt_of(4))
-    ahead.launch()
-    ahead.add(1, prompt_of(5, 1), attrs.evolve(GREEDY, logits_processors={"add_one": {}}))
-    ahead.launch()
+@pytest.mark.parametrize("sampling", [{"logits_processors": {"add_one": {}}}, {"logprob_token_ids": (1, 2)}])
+def test_a_step_that_reads_logits_waits_for_those_before_it(sampling: dict[str, object]) -> None:
+    ahead, plain = Sequences(), Sequences(torch_backend())
+    for sequences in (ahead, plain):
+        sequences.runner._logits_processors = PROCESSORS
+        sequences.add(0, prompt_of(4), PENALTIES)
+        sequences.launch()
+        sequences.add(1, prompt_of(5, 1), attrs.evolve(GREEDY, **sampling))
+        sequences.launch()
     assert ahead.runner.num_waits == 1
     assert ahead.device.num_queued == 0
-    ahead.finish()
-    ahead.finish()
-    assert ahead.tokens == {0: alone(prompt_of(4), 2), 1: [1]}
+    for sequences in (ahead, plain):
+        sequences.finish()
+        sequences.finish()
+    assert_same(ahead, plain)
+
+
+def test_a_step_with_drafts_waits_for_those_before_it() -> None:
+    """They are guesses of what comes behind tokens that are known."""
+    expected = alone(prompt_of(4), 4)
+    sequences = Sequences()
+    sequences.add(0, prompt_of(4))
+    sequences.launch()
+    sequences.launch(scheduled=[sequences.work(0, drafts=expected[1:3])])
+    assert sequences.runner.num_waits == 1
+    assert sequences.finish().tokens == expected[:1]
+    result = sequences.finish()
+    assert (result.tokens, result.num_accepted) == (expected[3:], {0: 2})
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PENALTIES])
