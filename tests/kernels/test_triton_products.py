@@ -128,6 +128,20 @@ def test_long_rows_are_cut_into_runs() -> None:
     assert linear_triton.Runs.of(28672, 4096, 64, 64).count == 1
 
 
+def test_runs_have_programs_of_their_own_where_programs_are_few() -> None:
+    tile = linear_triton.Tile(max_tokens=64, num_rows=64, num_tokens=64, num_warps=4, num_stages=3)
+    runs = linear_triton.Runs.of(4096, 4096, 64, 64)
+    assert runs.count == 4
+    sums = linear_triton.run_sums(torch.empty(200, 4096, device="meta"), tile, runs)
+    assert sums is None
+    out = torch.empty(64, 4096)
+    sums = linear_triton.run_sums(out, tile, runs)
+    assert sums is not None
+    assert sums.shape == (4, 64, 4096)
+    assert linear_triton.product_grid(out, tile, runs, sums) == (64, 4)
+    assert linear_triton.product_grid(out, tile, runs, None) == (64, 1)
+
+
 Product = Callable[[Tensor], Tensor]
 
 
@@ -138,7 +152,7 @@ def dense_product(module, columns: int) -> Product:
 
 def quantized_product(kind: WeightKind) -> Callable[..., Product]:
     def product(module, columns: int) -> Product:
-        weight, bias = quantized_weight(kind, 34, columns), numbers(34)
+        weight, bias = quantized_weight(kind, 34, columns, 128 if kind is WeightKind.FP8 else 32), numbers(34)
         return lambda x: module.quantized_linear(x, weight, bias)
 
     return product
@@ -155,6 +169,8 @@ def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch, name: s
     on a CPU, it is that of numpy."""
     module, block, make = PRODUCTS[name]
     columns = 1056
+    monkeypatch.setattr(linear_triton, "_MIN_RUN_COLUMNS", 256)
+    assert linear_triton.Runs.of(34, columns, block, 64).count > 2
     product = make(module, columns)
     x = torch.zeros(70, columns)
     x[:, ::block] = numbers(70, columns)[:, ::block]
@@ -168,10 +184,11 @@ def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch, name: s
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_runs_are_added_whoever_computes_them(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    module, _, make = PRODUCTS[name]
+    module, block, make = PRODUCTS[name]
+    columns = 17 * 64 if block == 64 else 9 * 128  # Not as many blocks in each run.
     reference = linear_reference if name == "dense" else quantized_reference
-    x = numbers(20, 1056)
-    expected = make(reference, 1056)(x)
-    check_close(make(module, 1056)(x), expected)
+    x = numbers(20, columns)
+    expected = make(reference, columns)(x)
+    check_close(make(module, columns)(x), expected)
     monkeypatch.setattr(module, "run_sums", lambda out, tile, runs: None)
-    check_close(make(module, 1056)(x), expected)
+    check_close(make(module, columns)(x), expected)

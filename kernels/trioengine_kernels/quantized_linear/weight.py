@@ -20,7 +20,7 @@ class WeightKind(enum.Enum):
     INT8_AFFINE = "int8_affine"
     """`code * scale + minimum`."""
     FP8 = "fp8"
-    """`code * scale`, codes are float8_e4m3fn."""
+    """`code * scale`, codes are float8_e4m3fn, and none of them NaN: products take it for a number."""
 
 
 @attrs.frozen(eq=False)
