@@ -572,6 +572,7 @@ def variants() -> list[Variant]:
         _attend_variant("bf16", "fp8e4nv", max_query_len=1),
         _attend_variant("bf16", "fp8e4nv", max_query_len=8192),
         _attend_variant("fp32", max_query_len=8192),
+        _attend_variant("fp32", max_query_len=8192, head_dim=256, is_deterministic=True),
         _merge_variant("bf16"),
     ]
 
