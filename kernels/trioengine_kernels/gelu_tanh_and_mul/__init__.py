@@ -1,4 +1,4 @@
-"""`gelu_tanh_and_mul`: which implementation runs. There is one so far, the reference."""
+"""`gelu_tanh_and_mul`: the reference. `gelu_tanh_and_mul.triton` is for a GPU."""
 
 from trioengine_kernels.gelu_tanh_and_mul.reference import gelu_tanh_and_mul
 

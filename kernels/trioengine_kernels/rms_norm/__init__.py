@@ -1,4 +1,4 @@
-"""`rms_norm`: which implementation runs. There is one so far, the reference."""
+"""`rms_norm`: the reference. `rms_norm.triton` is for a GPU."""
 
 from trioengine_kernels.rms_norm.reference import add_rms_norm, rms_norm
 

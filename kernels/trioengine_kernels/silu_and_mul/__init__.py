@@ -1,4 +1,4 @@
-"""`silu_and_mul`: which implementation runs. There is one so far, the reference."""
+"""`silu_and_mul`: the reference. `silu_and_mul.triton` is for a GPU."""
 
 from trioengine_kernels.silu_and_mul.reference import silu_and_mul
 

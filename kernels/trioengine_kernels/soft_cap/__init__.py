@@ -1,4 +1,4 @@
-"""`soft_cap`: which implementation runs. There is one so far, the reference."""
+"""`soft_cap`: the reference. `soft_cap.triton` is for a GPU."""
 
 from trioengine_kernels.soft_cap.reference import soft_cap
 
