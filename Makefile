@@ -3,7 +3,7 @@
 # PYTHON chooses the interpreter that .venv is made with: any Python from 3.11 on.
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow clients test-clients test-all bench
+.PHONY: help install serve test test-slow test-gpu clients test-clients test-all bench
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -23,6 +23,7 @@ help:
 	@echo "make serve     set up, fetch the default model, serve it on http://127.0.0.1:8000"
 	@echo "make test      set up, check style, types and imports, run the tests"
 	@echo "make test-all  the same, the slow tests, and clients that others write (docs/clients.md)"
+	@echo "make test-gpu  set up, run the tests that need an NVIDIA card"
 	@echo "make bench     set up, measure the front end and the engine on this machine"
 	@echo "make install   set up only: .venv with pinned dependencies"
 
@@ -52,6 +53,10 @@ test: install
 
 test-slow: install
 	$(BIN)/python -P -m pytest -m slow
+
+# On a machine with an NVIDIA card; without one it fails, as nothing is tested. With 0, Triton compiles its kernels.
+test-gpu: install
+	TRITON_INTERPRET=0 $(BIN)/python -P -m pytest tests/gpu
 
 clients: $(CLIENTS_STAMP)
 

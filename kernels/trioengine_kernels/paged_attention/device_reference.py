@@ -46,8 +46,8 @@ def paged_attention(
         start, end = starts[i], starts[i + 1]
         if start == end:
             continue
-        places = torch.arange(seq_len)
-        query_places = torch.arange(seq_len - (end - start), seq_len).unsqueeze(1)
+        places = torch.arange(seq_len, device=query.device)
+        query_places = places[seq_len - (end - start) :].unsqueeze(1)
         is_seen = places <= query_places
         if batch.window is not None:
             is_seen &= places > query_places - batch.window
