@@ -199,7 +199,7 @@ def test_a_cpu_refuses_what_it_cannot_keep(
     if refused is None:
         assert choose_computer(config, checkpoint) == Computer(native_library())
     else:
-        with pytest.raises(ConfigError, match="needs a GPU|native CPU kernels") as caught:
+        with pytest.raises(ConfigError, match=r"needs a GPU|native CPU kernels") as caught:
             choose_computer(config, checkpoint)
         assert caught.value.option == refused
 
@@ -331,7 +331,11 @@ def test_the_largest_steps_are_measured_before_there_is_a_cache(checkpoint: Chec
     assert made.config.num_kv_blocks == (20,)
     # What comes later: penalties of five rows, and four rows of logits.
     assert uses == [GPUMemoryUse(0, 5 * 211 * 33 // 8 + 4 * 211 * 4)]
-    assert list(dict.fromkeys(stages)) == ["loading the weights", "compiling kernels and measuring memory", "recording graphs"]
+    assert list(dict.fromkeys(stages)) == [
+        "loading the weights",
+        "compiling kernels and measuring memory",
+        "recording graphs",
+    ]
 
 
 def test_attention_that_cannot_be_recorded_means_no_graphs(checkpoint: Checkpoint, caplog: Any) -> None:
