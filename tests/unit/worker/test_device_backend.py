@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trioengine_kernels.native.sampler import SamplingArrays  # noqa: E402
+from trioengine_kernels.native.sampler import LogitBias, RaggedIds, SamplingArrays  # noqa: E402
 
 from trioengine.core.executor import (  # noqa: E402
     NO_TOKEN,
@@ -551,6 +551,28 @@ def test_a_draft_model_on_the_device_drafts_what_it_says_itself(sampling: Sampli
         assert tokens == alone(prompt_of(5), 5, sampling)[1 : 1 + len(tokens)]
         drafts[-1].extend(result.drafts[0])
     assert drafts[0] == drafts[1]
+
+
+def test_logits_stay_while_they_are_sampled() -> None:
+    """As every backend's do until the next step, whatever rules there are."""
+    sequences = Sequences()
+    sequences.runner._logits_processors = PROCESSORS
+    sequences.add(0, prompt_of(4), attrs.evolve(GREEDY, logits_processors={"add_one": {}}))
+    sequences.run()
+    backend = backend_of(sequences)
+    before = backend.copy_logits([0])
+    bias = LogitBias(RaggedIds(np.array([0, 1]), np.array([9], np.int32)), np.array([100], np.float32))
+    arrays = SamplingArrays(
+        temperature=np.zeros(1, np.float32),
+        top_k=np.zeros(1, np.int32),
+        top_p=np.ones(1, np.float32),
+        min_p=np.zeros(1, np.float32),
+        seed=np.zeros(1, np.uint64),
+        position=np.zeros(1, np.int64),
+        logit_bias=bias,
+    )
+    assert backend.sample(arrays).token_ids.tolist() == [9]
+    assert (backend.copy_logits([0]) == before).all()
 
 
 # Vectors
