@@ -31,7 +31,7 @@ def name(case: Case) -> str:
     return f"{case.op}-{case.shape}-{case.config}-{case.dtype}".replace(" ", "_")
 
 
-@pytest.mark.parametrize("case", cases(), ids=name)
+@pytest.mark.parametrize("case", list(cases()), ids=name)
 def test_the_result_is_right(case: Case) -> None:
     torch.manual_seed(0)
     assert case.build().error() <= case.tolerance
