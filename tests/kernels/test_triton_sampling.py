@@ -134,6 +134,16 @@ def check_tokens(logits, arrays):
     return tokens
 
 
+def check_limits(logits, arrays):
+    """Compare what is left of each row with the reference: it shows a wrong threshold that no draw may show."""
+    tensor = torch.from_numpy(logits)
+    found = sampling.processed_logits(tensor, batch_of(arrays))
+    expected = sampling_reference.processed_logits(tensor, batch_of(arrays))
+    wrong = np.flatnonzero((found != expected).any(dim=1).numpy())
+    names = ("temperature", "top_k", "top_p", "min_p")
+    assert wrong.size == 0, (wrong, {name: getattr(arrays, name)[wrong] for name in names})
+
+
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(KINDS),
@@ -154,21 +164,29 @@ def test_every_limit_on_every_kind_of_row(kind: str, monkeypatch) -> None:
     arrays = make_arrays(
         7,
         temperature=[1.0, 0.7, 1.0, 1.0, 1.3, 0.9, 1.0],
-        top_k=[40, 0, 0, 300, 2, 2000, 0],
+        top_k=[40, 0, 0, 300, 2, 2000, 2000],
         top_p=[1.0, 0.9, 0.999999, 0.8, 0.99, 0.5, 1.0],
         min_p=[0.0, 0.0, 0.0, 0.0, 0.1, 0.01, 0.05],
-        seed=rng.integers(0, 2**63, 7),
     )
-    check_tokens(random_logits(rng, kind, 7, 2500), arrays)
+    check_limits(random_logits(rng, kind, 7, 2500), arrays)
 
 
+@pytest.mark.parametrize(("vocab_size", "list_size"), [(1500, 2), (64, 64), (65, 64)])
 @pytest.mark.parametrize("kind", ["like language", "nearly equal", "many equals"])
-def test_rows_with_more_candidates_than_the_list_holds(kind: str, monkeypatch) -> None:
-    """The row itself is looked through then."""
-    monkeypatch.setattr(sampling, "_LIST_SIZE", 2)
+def test_rows_with_as_many_candidates_as_the_list_holds_and_more(kind, vocab_size, list_size, monkeypatch) -> None:
+    """Where there are more, the row itself is looked through."""
+    monkeypatch.setattr(sampling, "_LIST_SIZE", list_size)
     rng = np.random.default_rng(6)
-    arrays = make_arrays(6, temperature=0.9, top_k=[0, 70, 70] * 2, top_p=[0.95, 1.0, 0.9, 0.3, 1.0, 0.6])
-    check_tokens(random_logits(rng, kind, 6, 1500), arrays)
+    arrays = make_arrays(4, temperature=0.9, top_k=[0, 50, 60, 50], top_p=[0.95, 1.0, 0.9, 0.3])
+    check_limits(random_logits(rng, kind, 4, vocab_size), arrays)
+
+
+def test_the_kth_logit_in_the_last_bins() -> None:
+    """At 2,048 bins below the largest and further, where only the last bin is."""
+    logits = np.float32([0, -20, -63.9, -63.94, -63.96, -63.98, -64, -64.1, -80, -np.inf, -np.inf])[None].repeat(10, 0)
+    check_limits(
+        logits, make_arrays(10, temperature=[1.0, 40.0] * 5, top_k=np.arange(1, 11), top_p=[1.0] * 7 + [0.9] * 3)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -239,9 +257,14 @@ def test_limits_that_fall_between_neighbouring_floats() -> None:
             moved = logits.copy()
             if side:
                 moved[:, 1] = np.nextafter(moved[:, 1], np.float32(side))
-            tokens = check_tokens(moved, make_arrays(8, **{name: limit}))
-            if name == "min_p":
-                assert bool(tokens.any()) == (side >= 0)
+            check_limits(moved, make_arrays(8, **{name: limit}))
+
+
+def test_min_p_that_cuts_a_bin() -> None:
+    """Of logits that share a bin some are left out, and weigh nothing when the others' share is counted."""
+    rng = np.random.default_rng(17)
+    logits = (rng.standard_normal((12, 200)) * 0.004).astype(np.float32)
+    check_limits(logits, make_arrays(12, min_p=0.99, top_p=[0.3, 0.5, 0.7] * 4, top_k=[0, 60, 180, 199] * 3))
 
 
 def test_temperature_that_makes_different_logits_equal() -> None:
@@ -251,7 +274,7 @@ def test_temperature_that_makes_different_logits_equal() -> None:
     for temperature in (3.0, 100.0, 1e30):
         for top_k in (20, 42, 82, 120):
             arrays = make_arrays(2, temperature=temperature, top_k=top_k, top_p=[1.0, 0.6])
-            check_tokens(np.repeat(logits, 2, 0), arrays)
+            check_limits(np.repeat(logits, 2, 0), arrays)
 
 
 def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
@@ -300,14 +323,11 @@ def test_tokens_of_the_native_sampler(library) -> None:
     assert status.tolist() == native.status.tolist()
 
 
-@pytest.mark.parametrize("kind", ["like language", "many equals", "many forbidden", "huge"])
-def test_processed_logits_are_the_references(kind: str) -> None:
+def test_processed_logits_of_rows_that_draw_nothing_are_as_they_were() -> None:
     rng = np.random.default_rng(12)
-    logits = torch.from_numpy(random_logits(rng, kind, 10, 1300))
-    logits[9] = -torch.inf
-    arrays = random_arrays(rng, 10, 1300)
-    expected = sampling_reference.processed_logits(logits, batch_of(arrays))
-    assert torch.equal(sampling.processed_logits(logits, batch_of(arrays)), expected)
+    logits = random_logits(rng, "wide", 5, 1300)
+    logits[2], logits[3, 7] = -np.inf, np.inf
+    check_limits(logits, make_arrays(5, temperature=[1, 0, 1, 1, 0.7], top_k=20, top_p=0.9))
 
 
 # ---- rules ----
@@ -361,7 +381,7 @@ def random_rules(rng, num_rows, vocab_size, has_masks=True):
 def test_rules_are_the_references_to_the_last_bit(vocab_size: int, has_masks: bool) -> None:
     rng = np.random.default_rng(vocab_size)
     logits = random_logits(rng, "wide", 13, vocab_size)
-    logits[5, 3], logits[6, 4], logits[7, 5] = np.nan, np.inf, -np.inf
+    logits[5, 3], logits[6, ::5], logits[7, ::5], logits[10, ::3] = np.nan, np.inf, -np.inf, np.nan
     logits = torch.from_numpy(logits)
     rules = random_rules(rng, 13, vocab_size, has_masks)
     before = logits.clone()
@@ -469,6 +489,17 @@ def test_logprobs_are_numbers_where_there_are_none() -> None:
     assert found.top_token_ids[[0, 3]].tolist() == [[0, 1, 2, 3]] * 2
     assert ((found.top_token_ids >= 0) & (found.top_token_ids < 300)).all()
     assert found.top[3].tolist() == [0.0] + [MIN_LOGPROB] * 3
+
+
+def test_logprobs_of_a_row_whose_first_part_is_forbidden() -> None:
+    """And of two zeros, of which the first has a sign: they are equal."""
+    logits = torch.full((1, sampling._TOP_PART + 9), -torch.inf)
+    logits[0, -4:] = torch.tensor([-2.0, -0.0, 0.0, -1.0])
+    found = sampling.logprobs(logits, torch.tensor([sampling._TOP_PART + 7], dtype=torch.int32), 5)
+    assert (found.top_token_ids - sampling._TOP_PART).tolist() == [[6, 7, 8, 5, -sampling._TOP_PART]]
+    exact = torch.log_softmax(logits.double(), -1)[0]
+    assert found.top[0, :4].tolist() == pytest.approx(exact[[-3, -2, -1, -4]].tolist(), abs=1e-6)
+    assert (found.top[0, 4].item(), found.rank.item()) == (MIN_LOGPROB, 1)
 
 
 def test_logprobs_do_not_depend_on_the_batch() -> None:

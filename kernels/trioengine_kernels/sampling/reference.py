@@ -31,7 +31,7 @@ class SamplingBatch:
     temperature: Tensor
     """float32. 0 takes the largest logit and draws no random number."""
     top_k: Tensor
-    """int64. Only the k largest logits; below 1 is off. Logits equal to the k-th stay too."""
+    """int64 or int32. Only the k largest logits; below 1 is off. Logits equal to the k-th stay too."""
     top_p: Tensor
     """float32. Only the largest logits until their probabilities, after `top_k` and `min_p`, sum to this; 1 is off.
     Logits equal to the last one stay too."""
