@@ -85,7 +85,31 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0, logprob_token_ids=(4, 60, 4)),
     SamplingParams(temperature=1.0, logits_processors={"forbid_odd": {}}),
 )
-COMMON = st.sampled_from([0, 1, 1, 2, 3])
+
+
+@attrs.frozen
+class Requested:
+    """A request."""
+
+    prompt: list[int]
+    sampling: int
+    """Of SAMPLINGS."""
+    max_tokens: int
+    seed: int
+    lora: str | None
+
+
+PROMPTS = st.lists(st.integers(8, VOCAB_SIZE - 1), min_size=1, max_size=20)
+# Some are broken, and some begin alike.
+ODD_PROMPTS = st.sampled_from([[20, BROKEN_TOKEN, 21], [*range(20, 33)], [*range(20, 36)], [*range(20, 29)]])
+REQUESTS = st.builds(
+    Requested,
+    prompt=PROMPTS | ODD_PROMPTS,
+    sampling=st.integers(0, len(SAMPLINGS) - 1) | st.integers(0, 3),
+    max_tokens=st.integers(1, 20) | st.just(20),
+    seed=st.integers(0, 2**64 - 1),
+    lora=st.sampled_from([None, None, "3", "5"]),
+)
 
 
 class BothExecutors:
@@ -169,7 +193,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
     @initialize(
         windows=st.sampled_from(list(MODELS)),
-        num_blocks=st.integers(10, 30),
+        num_blocks=st.integers(10, 16) | st.just(30),
         max_num_batched_tokens=st.integers(4, 40),
         graph_sizes=st.sampled_from([(), (1, 2, 4), (3,)]),
         is_ahead=st.sampled_from([True, True, True, False]),
@@ -205,30 +229,25 @@ class DeviceMachine(RuleBasedStateMachine):
             self.core.loras.finish_add(adapter, ())
         self.num_slots = 0
 
-    @rule(
-        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20),
-        is_repeated=st.booleans(),
-        number=COMMON | st.integers(0, len(SAMPLINGS) - 1),
-        max_tokens=st.integers(1, 20),
-        seed=st.integers(0, 2**64 - 1),
-        lora=st.sampled_from([None, None, "3", "5"]),
-    )
-    def add(
-        self, prompt: list[int], is_repeated: bool, number: int, max_tokens: int, seed: int, lora: str | None
-    ) -> None:
-        if is_repeated:
-            prompt = list(range(20, 33))
-        prompt = [token for token in prompt if token != BROKEN_TOKEN or seed % 4 == 0] or [1]
-        sampling = attrs.evolve(SAMPLINGS[number], max_tokens=max_tokens)
-        request = make_core_request(self.num_slots, prompt, sampling=sampling, seed=seed, eos_token_ids=(1,), lora=lora)
-        assert self.core.handle(0, request) is None
-        self.num_slots += 1
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
+    def add(self, requests: list[Requested]) -> None:
+        for each in requests:
+            request = make_core_request(
+                self.num_slots,
+                each.prompt,
+                sampling=attrs.evolve(SAMPLINGS[each.sampling], max_tokens=each.max_tokens),
+                seed=each.seed,
+                eos_token_ids=(1,),
+                lora=each.lora,
+            )
+            assert self.core.handle(0, request) is None
+            self.num_slots += 1
 
     @rule(number=st.integers(0, 8))
     def abort(self, number: int) -> None:
         self.core.handle(0, AbortRequests([max(0, self.num_slots - number)]))
 
-    @rule(num_steps=st.integers(1, 6))
+    @rule(num_steps=st.integers(1, 12))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             if self.core.has_work:
@@ -251,4 +270,4 @@ class DeviceMachine(RuleBasedStateMachine):
 
 
 TestDeviceMachine = DeviceMachine.TestCase
-TestDeviceMachine.settings = settings(max_examples=12, stateful_step_count=20)
+TestDeviceMachine.settings = settings(max_examples=10, stateful_step_count=15)
