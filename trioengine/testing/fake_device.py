@@ -5,7 +5,7 @@ Work waits in a queue until somebody waits for it, so that whoever reads a resul
 changes staging memory too early computes with the wrong numbers. Copies to the host are later still: they take what is
 there when somebody waits for them, so that later work which changes it too early is found, too. A graph is a function
 that is called again; a replay that reads or writes other memory than was there when it was recorded is an error, as a
-real graph would not follow.
+real graph would not follow. Only staging memory can be copied to it, and nothing while a graph is recorded.
 """
 
 from collections import deque
@@ -42,6 +42,9 @@ class FakeDevice:
         self.replayed: list[FakeGraph] = []
         self._memory = memory or DeviceMemory(free_bytes=2**30, total_bytes=2**30, peak_bytes=0)
         self._queue: deque[Callable[[], object]] = deque()
+        self._is_recording = False
+        # Kept, so that no other memory comes to lie where one is.
+        self._staging: dict[int, Tensor] = {}
 
     @property
     def num_replays(self) -> int:
@@ -60,10 +63,19 @@ class FakeDevice:
 
     def staging(self, num_words: int) -> Tensor:
         """As `Device.staging`."""
-        return torch.zeros(num_words, dtype=torch.int32)
+        assert not self._is_recording, "Memory of the host cannot be made while a graph is recorded."
+        staging = torch.zeros(num_words, dtype=torch.int32)
+        self._staging[staging.untyped_storage().data_ptr()] = staging
+        return staging
 
     def copy_to_device(self, target: Tensor, staging: Tensor) -> None:
-        """As `Device.copy_to_device`."""
+        """As `Device.copy_to_device`.
+
+        Raises:
+            AssertionError: a real device's host would wait for it, or a graph would read memory that others have then.
+        """
+        assert not self._is_recording, "Nothing of the host's can be copied while a graph is recorded."
+        assert staging.untyped_storage().data_ptr() in self._staging, "The host would wait: this is no staging memory."
         target.copy_(staging)
         self.num_copies_to_device += 1
 
@@ -100,8 +112,12 @@ class FakeDevice:
     def capture(self, work: Callable[[], object], beside: Graph | None = None) -> "FakeGraph":
         """As `Device.capture`."""
         self.synchronize()
-        with torch.inference_mode(), _TouchedMemory() as touched:
-            work()
+        self._is_recording = True
+        try:
+            with torch.inference_mode(), _TouchedMemory() as touched:
+                work()
+        finally:
+            self._is_recording = False
         return FakeGraph(self, work, touched.others)
 
     def memory(self) -> DeviceMemory:

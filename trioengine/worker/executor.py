@@ -163,6 +163,11 @@ class LocalExecutor(SharedOperations):
         if self._is_launched and self._runner is not None:
             with contextlib.suppress(Exception):  # Nobody wants to know any more what the steps raise.
                 self._runner.settle()
+            with contextlib.suppress(Exception):  # A device that has failed does not even give memory back.
+                # Now, as an engine that comes after this one in the same process looks for free memory.
+                for memory in self._memories:
+                    memory.drop_kv_cache()
+                    memory.drop_weights()
         if self._offload_store is not None:
             self._offload_store.close()
             self._offload_store = None

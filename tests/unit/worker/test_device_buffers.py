@@ -280,13 +280,14 @@ def test_sizes_of_graphs() -> None:
         recorded.append(size)
         return lambda: torch.zeros(size)
 
-    graphs = DecodeGraphs(device, [8, 1, 4, 4], work_of)
-    assert recorded == []
-    graphs.record()
+    graphs = DecodeGraphs(device, [8, 1, 4, 4])
+    assert graphs.size_for(1) is None
+    graphs.record(work_of)
     assert recorded == [8, 4, 1]
     assert [graphs.size_for(number) for number in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, None]
     assert len({id(graphs.graph(size)) for size in (1, 4, 8)}) == 3
     graphs.drop()
+    assert graphs.size_for(1) is None
     with pytest.raises(KeyError):
         graphs.graph(4)
 
@@ -314,6 +315,22 @@ def test_work_is_done_when_it_is_waited_for_in_its_order() -> None:
     assert device.num_synchronizations == 3
     assert device.num_copies_to_device == 1
     assert device.memory().free_bytes == 5
+
+
+def test_only_staging_memory_is_copied_and_never_into_a_graph() -> None:
+    """From other memory the host would wait; a graph would read what stands there later."""
+    device, target = FakeDevice(), torch.zeros(2, dtype=torch.int32)
+    staging = device.staging(4)
+    staging[:] = 7
+    device.copy_to_device(target, staging[1:3])
+    assert target.tolist() == [7, 7]
+    with pytest.raises(AssertionError, match="no staging memory"):
+        device.copy_to_device(target, torch.ones(2, dtype=torch.int32))
+    for work in (lambda: device.copy_to_device(target, staging[:2]), lambda: device.staging(1)):
+        with pytest.raises(AssertionError, match="while a graph is recorded"):
+            device.capture(work)
+    device.copy_to_device(target, device.staging(2))
+    assert target.tolist() == [0, 0]
 
 
 def test_a_graph_is_its_work_again() -> None:

@@ -2,13 +2,16 @@
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from trioengine.core.executor import NewSequence, ScheduledSequence, StepPlan  # noqa: E402
+from trioengine.errors import UnavailableError  # noqa: E402
 from trioengine.testing.device_backend import device_backend  # noqa: E402
 from trioengine.testing.fake_device import FakeDevice  # noqa: E402
 from trioengine.testing.tiny_model import tiny_model  # noqa: E402
@@ -98,6 +101,59 @@ def test_what_a_step_raises_comes_out_of_its_result(
     with pytest.raises(RuntimeError, match="device lost"):
         executor.result()
     executor.close()
+    executor.close()
+
+
+def test_graphs_that_do_not_fit_leave_nothing_of_the_weights(
+    executor: LocalExecutor, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once there is memory, they wake up as if nothing had been."""
+    executor.sleep(2)
+    executor.wake_up(["kv_cache"])
+
+    def no_memory(work: object, beside: object = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "capture", no_memory)
+        with pytest.raises(UnavailableError, match="memory"):
+            executor.wake_up(["weights"])
+    assert list(executor._computed.weight_arrays()) == []
+    executor.wake_up(["weights"])
+    for plan in (FIRST, second()):
+        executor.submit(plan)
+    assert [list(executor.result().tokens) for _ in range(2)] == expected()
+    assert device.num_replays == 1
+
+
+def test_loading_blocks_is_begun_like_a_step(device: FakeDevice) -> None:
+    """Behind what was begun before, and with the numbers that were there then; nobody waits."""
+    backend = device_backend(MODEL, device, num_blocks=4)
+    before = backend.kv_block(0, 1)
+    data = np.arange(before.nbytes, dtype=np.uint32).astype(np.uint8)
+    num_waits = device.num_synchronizations
+    for block_id, content in ((1, data), (2, data), (2, None)):
+        backend.write_kv_block(0, block_id, content)
+    expected_bytes = data.copy()
+    data[:] = 0  # Its owner may use it for others now.
+    assert (device.num_synchronizations, device.num_queued) == (num_waits, 3)
+    assert (backend.kv_block(0, 1).reshape(-1) == expected_bytes).all()
+    assert not backend.kv_block(0, 2).any()
+    assert backend.kv_block(0, 1).shape == before.shape
+
+
+def test_closing_gives_the_devices_memory_back(
+    executor: LocalExecutor, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: another engine of this process looks for free memory."""
+    calls: list[str] = []
+    backend = executor._computed
+    for name in ("synchronize", "return_memory"):
+        monkeypatch.setattr(device, name, partial(calls.append, name))
+    executor.close()
+    assert list(backend.weight_arrays()) == []
+    assert calls[0] == "synchronize"
+    assert calls[-1] == "return_memory"
     executor.close()
 
 

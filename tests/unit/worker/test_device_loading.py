@@ -1,7 +1,9 @@
 """A GPU is found, or it is said why not; its options are kept or refused; its memory is measured and shared out."""
 
+import gc
 import importlib.util
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -293,9 +295,9 @@ def test_what_weights_and_steps_take_is_measured() -> None:
     def step(extra: int) -> None:
         device.peak = device.now + extra
 
-    assert profile.measure([partial(step, 50), partial(step, 20)]) == GPUMemoryUse(300, 30 + 70)
+    assert profile.measure(partial(step, 70)) == GPUMemoryUse(300, 30 + 70)
     device.taken = 0  # Another process has ended.
-    assert profile.measure([]) == GPUMemoryUse(300, 0)
+    assert profile.measure(lambda: None) == GPUMemoryUse(300, 0)
 
 
 def loaded(checkpoint: Checkpoint, computer: Computer, **options: Any) -> Any:
@@ -304,8 +306,8 @@ def loaded(checkpoint: Checkpoint, computer: Computer, **options: Any) -> Any:
     return load_device_backends(checkpoint, None, CONFIG, computer.device, DeviceRequest(), **options)
 
 
-def test_the_largest_steps_are_measured_before_there_is_a_cache(checkpoint: Checkpoint, monkeypatch: Any) -> None:
-    """With one block for each group; then the sizes are final."""
+def test_the_largest_step_is_measured_before_there_is_a_cache(checkpoint: Checkpoint, monkeypatch: Any) -> None:
+    """With one block for each group, and beside the largest graph; then the sizes are final."""
     steps: list[tuple[int, int]] = []
     sizes: list[tuple[Any, Any]] = []
     real = DeviceBackend.__init__
@@ -326,16 +328,38 @@ def test_the_largest_steps_are_measured_before_there_is_a_cache(checkpoint: Chec
     made = loaded(
         checkpoint, device_computer(), with_memory=with_memory, report=lambda stage, fraction: stages.append(stage)
     )
-    assert steps == [(2, 32), (12, 32), (40, 32), (48, 32), (4, 4)]
-    assert sizes == [((1,), ()), ((20,), (1, 2, 4))]
+    assert steps == [(2, 32), (12, 32), (40, 32), (48, 32)]
+    assert sizes == [((1,), (4,)), ((20,), (1, 2, 4))]
     assert made.config.num_kv_blocks == (20,)
-    # What comes later: penalties of five rows, and four rows of logits.
-    assert uses == [GPUMemoryUse(0, 5 * 211 * 33 // 8 + 4 * 211 * 4)]
+    # What comes later: penalties of five rows.
+    assert uses == [GPUMemoryUse(0, 5 * 211 * 33 // 8)]
     assert list(dict.fromkeys(stages)) == [
         "loading the weights",
         "compiling kernels and measuring memory",
         "recording graphs",
     ]
+
+
+def test_what_was_measured_is_forgotten(checkpoint: Checkpoint, monkeypatch: Any) -> None:
+    """At once, not when Python looks for cycles: the cache is made in its memory."""
+    made: list[weakref.ref[DeviceBackend]] = []
+    real = DeviceBackend.__init__
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        made.append(weakref.ref(self))
+        real(self, *args, **options)
+
+    def with_memory(_: GPUMemoryUse) -> ResolvedConfig:
+        assert [each() for each in made] == [None]
+        return CONFIG
+
+    monkeypatch.setattr(DeviceBackend, "__init__", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        assert loaded(checkpoint, device_computer(), with_memory=with_memory).backend is made[1]()
+    finally:
+        gc.enable()
 
 
 def test_attention_that_cannot_be_recorded_means_no_graphs(checkpoint: Checkpoint, caplog: Any) -> None:
@@ -350,18 +374,23 @@ def test_attention_that_cannot_be_recorded_means_no_graphs(checkpoint: Checkpoin
 
 
 @pytest.mark.parametrize(
-    ("place", "advice"),
+    ("place", "num_fitting", "advice"),
     [
-        ("trioengine.worker.device.loading.load_device_model", "its weights.*quantization"),
-        ("trioengine.worker.device.backend.DeviceBackend.compute_largest_step", "max_num_batched_tokens"),
-        ("trioengine.worker.device.graphs.DecodeGraphs.record", "gpu_memory_utilization"),
+        ("trioengine.worker.device.loading.load_device_model", 0, "its weights.*quantization"),
+        ("trioengine.worker.device.backend.DeviceBackend.compute_largest_step", 0, "max_num_batched_tokens"),
+        ("trioengine.worker.device.graphs.DecodeGraphs.record", 0, "max_num_seqs"),
+        ("trioengine.worker.device.graphs.DecodeGraphs.record", 1, "gpu_memory_utilization"),
     ],
 )
 def test_memory_that_is_missing_is_an_error_that_says_for_what(
-    checkpoint: Checkpoint, monkeypatch: Any, place: str, advice: str
+    checkpoint: Checkpoint, monkeypatch: Any, place: str, num_fitting: int, advice: str
 ) -> None:
+    calls: list[object] = []
+
     def no_memory(*args: object, **kwargs: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        calls.append(args)
+        if len(calls) > num_fitting:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(place, no_memory)
     with pytest.raises(EngineStartError, match=f"Fake is too small for .*{advice}"):

@@ -140,7 +140,7 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         self._planner = SamplingPlanner(options.max_num_seqs, config.vocab_size)
         self._state = DeviceState(self._facts, device.torch_device)
         self._layouts = {size: StepLayout(self._facts.decode_shape(size), self._facts) for size in options.graph_sizes}
-        self._graphs = DecodeGraphs(device, options.graph_sizes, self._recorded_work)
+        self._graphs = DecodeGraphs(device, options.graph_sizes)
         self._graph_memory: _GraphMemory | None = None
         self._logits: Tensor | None = None  # Of the newest step, where somebody may ask for them.
         self._hidden: Tensor | None = None
@@ -185,6 +185,7 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
         try:
             super().load_weights()
         except torch.OutOfMemoryError as error:
+            self.drop_weights()  # They may be there, and the graphs too large.
             raise MemoryError(str(error)) from error
 
     def prepare_weights(self, tensors: NewTensors) -> Callable[[], None]:
@@ -227,7 +228,11 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
             logits=torch.zeros(size, self.vocab_size, dtype=torch.float32, device=device),
             results=torch.zeros(2, size, dtype=torch.int32, device=device),
         )
-        self._graphs.record()
+        try:
+            self._graphs.record(self._recorded_work)
+        except torch.OutOfMemoryError:
+            self._graph_memory = None
+            raise
 
     def kv_block(self, group: int, block_id: int) -> NDArray[np.uint8]:
         """As `Backend.kv_block`: a copy."""
@@ -457,13 +462,16 @@ class DeviceBackend(ModelMemory[DeviceModel, _Ready, DeviceKVCache]):
 
     def copy_logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """As `Backend.copy_logits`."""
-        index = torch.tensor(list(rows), dtype=torch.int64)
+        staging = self._ring.take(len(rows))[: len(rows)]
+        staging.numpy()[:] = rows
 
         def select() -> Tensor:
             assert self._logits is not None, "no step was computed"
-            return self._logits.index_select(0, index.to(self._device.torch_device))
+            return self._logits.index_select(0, self._to_device(staging))
 
-        return self._device.wait(self._device.launch(select)).numpy()
+        copy = self._device.launch(select)
+        self._ring.launched(copy)
+        return self._device.wait(copy).numpy()
 
     def hidden_states(self) -> NDArray[np.float32]:
         """As `Backend.hidden_states`."""

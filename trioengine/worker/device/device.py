@@ -58,7 +58,7 @@ class Device(Protocol):
         ...
 
     def copy_to_device(self, target: Tensor, staging: Tensor) -> None:
-        """Copy staging memory. Part of the work that is being begun."""
+        """Copy what `staging` gave, or views of it. Part of the work that is being begun."""
         ...
 
     def run(self, work: Callable[[], object]) -> None:
@@ -111,7 +111,8 @@ class _CudaCopy:
 
 
 class CudaDevice:
-    """A GPU. Work is done on the stream that is torch's current one, copies to the host on another.
+    """A GPU. Work is done on the stream that is torch's current one, copies to the host on another. Which GPU is the
+    current one is a thread's own: the threads that call need not have set it.
 
     Nothing waits but `wait`, `synchronize` and `capture`, unless work itself does: `torch.cuda.set_sync_debug_mode`
     finds that.
@@ -136,19 +137,21 @@ class CudaDevice:
     @torch.inference_mode()
     def run(self, work: Callable[[], object]) -> None:
         """As `Device.run`."""
-        work()
+        with torch.cuda.device(self.torch_device):
+            work()
 
     @torch.inference_mode()
     def launch(self, work: Callable[[], Tensor]) -> _CudaCopy:
         """As `Device.launch`."""
-        source = work()
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies):
-            host.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._copies)
-        return _CudaCopy(host, event, source)
+        with torch.cuda.device(self.torch_device):
+            source = work()
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._copies.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._copies):
+                host.copy_(source, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(self._copies)
+            return _CudaCopy(host, event, source)
 
     def wait(self, copy: HostCopy) -> Tensor:
         """As `Device.wait`."""
@@ -168,14 +171,15 @@ class CudaDevice:
     def capture(self, work: Callable[[], object], beside: Graph | None = None) -> torch.cuda.CUDAGraph:
         """As `Device.capture`."""
         assert beside is None or isinstance(beside, torch.cuda.CUDAGraph)
-        # Whatever is made at the first call (compiled kernels, workspaces of libraries) must not be made in the record.
-        work()
-        self.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        pool = None if beside is None else beside.pool()
-        # Other threads may prepare weights meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.device(self.torch_device):
+            # Whatever is made at the first call (compiled kernels, libraries' handles) must not be made in the record.
             work()
+            self.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            pool = None if beside is None else beside.pool()
+            # Other threads may prepare weights meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                work()
         return graph
 
     def memory(self) -> DeviceMemory:

@@ -17,19 +17,19 @@ from trioengine.worker.device.device import Device, Graph
 class DecodeGraphs:
     """The graphs of decodes, which share their memory. None is recorded at first."""
 
-    def __init__(self, device: Device, sizes: Sequence[int], work: Callable[[int], Callable[[], object]]) -> None:
+    def __init__(self, device: Device, sizes: Sequence[int]) -> None:
         """Args:
         device: what records and replays.
         sizes: numbers of sequences.
-        work: what is recorded for a size.
         """
         self._device = device
         self._sizes = sorted({*sizes})
-        self._work = work
         self._graphs: dict[int, Graph] = {}
 
     def size_for(self, num_seqs: int) -> int | None:
-        """The smallest size that has room for so many; None where there is none."""
+        """The smallest size that has room for so many; None where there is none, or nothing is recorded."""
+        if not self._graphs:
+            return None
         place = bisect.bisect_left(self._sizes, num_seqs)
         return self._sizes[place] if place < len(self._sizes) else None
 
@@ -37,11 +37,20 @@ class DecodeGraphs:
         """The graph of a size, which is recorded."""
         return self._graphs[size]
 
-    def record(self) -> None:
-        """Record all. The largest first, so that the others fit into its memory. Waits."""
+    def record(self, work: Callable[[int], Callable[[], object]]) -> None:
+        """Record all, or none where this raises. The largest first, so that the others fit into its memory. Waits.
+
+        Args:
+            work: what is recorded for a size.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it.
+        """
+        graphs: dict[int, Graph] = {}
         for size in reversed(self._sizes):
-            beside = next(iter(self._graphs.values()), None)
-            self._graphs[size] = self._device.capture(self._work(size), beside)
+            beside = next(iter(graphs.values()), None)
+            graphs[size] = self._device.capture(work(size), beside)
+        self._graphs = graphs
 
     def drop(self) -> None:
         """Forget all, and give their memory back."""

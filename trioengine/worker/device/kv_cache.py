@@ -40,13 +40,11 @@ class DeviceKVCache:
 
     def write(self, block_id: int, data: NDArray[np.uint8] | None) -> None:
         """Fill a block, behind the work that was begun. None is zeros."""
-        # A copy: what is done later must not read what may have changed.
-        block = None if data is None else torch.from_numpy(data.copy()).view(self.data[:, :, block_id].shape)
-
-        def work() -> None:
-            if block is None:
-                self.data[:, :, block_id] = 0
-            else:
-                self.data[:, :, block_id].copy_(block)
-
-        self._device.run(work)
+        block = self.data[:, :, block_id]
+        if data is None:
+            self._device.run(block.zero_)
+            return
+        # A copy: what is done later must not read what may have changed. From other memory the host would wait for it.
+        staging = self._device.staging(-(-data.nbytes // 4)).view(torch.uint8)[: data.nbytes]
+        staging.numpy()[:] = data.reshape(-1)
+        self._device.run(lambda: self._device.copy_to_device(block, staging.view(block.shape)))

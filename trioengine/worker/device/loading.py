@@ -284,24 +284,20 @@ class _Loaded:
 
 
 def _measure(profile: MemoryProfile, loaded: _Loaded, config: ResolvedConfig) -> GPUMemoryUse:
-    """By a backend with hardly any cache. Kernels are compiled first, which takes longer than all else."""
+    """By a backend with hardly any cache, and with the largest graph, whose memory the others share. Kernels are
+    compiled first, which takes longer than all else."""
     model = loaded.model.config
     num_blocks = (1,) * len(model.kv_groups)
-    backend = loaded.backend(attrs.evolve(config, num_kv_blocks=num_blocks, cudagraph_capture_sizes=()))
+    graph_sizes = config.cudagraph_capture_sizes[-1:]
+    backend = loaded.backend(attrs.evolve(config, num_kv_blocks=num_blocks, cudagraph_capture_sizes=graph_sizes))
     max_tokens, max_rows = config.max_num_batched_tokens, config.max_num_logit_rows
     for num_tokens in WARM_UP_TOKENS:
         if num_tokens < max_tokens:
             backend.compute_largest_step(num_tokens, max_rows)
-    steps = [partial(backend.compute_largest_step, max_tokens, max_rows)]
+    use = profile.measure(partial(backend.compute_largest_step, max_tokens, max_rows))
+    backend.drop_kv_cache()
     # What penalties remember, once there are some: a number and a bit for each token of the vocabulary.
     later_bytes = (config.max_num_seqs + 1) * model.vocab_size * 33 // 8
-    if loaded.graph_sizes(config):
-        # All graphs work in the memory of the largest, beside what other steps need, and leave its logits.
-        num_seqs = config.cudagraph_capture_sizes[-1]
-        steps.append(partial(backend.compute_largest_step, num_seqs, num_seqs))
-        later_bytes += num_seqs * model.vocab_size * torch.float32.itemsize
-    use = profile.measure(steps)
-    backend.drop_kv_cache()
     return attrs.evolve(use, step_bytes=use.step_bytes + later_bytes)
 
 

@@ -1,7 +1,7 @@
 # pyright: basic
 """Measures what an engine takes of a device's memory beside its KV cache, by steps as large as they may be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from trioengine.config.resolve import GPUMemoryUse
 from trioengine.worker.device.device import Device
@@ -20,20 +20,15 @@ class MemoryProfile:
         self._device.synchronize()
         self._weights_bytes = self._taken_bytes()
 
-    def measure(self, steps: Sequence[Callable[[], None]]) -> GPUMemoryUse:
-        """What is there now, and what these steps take when they are computed.
-
-        Args:
-            steps: each may need its memory while another one has its own.
-        """
-        device, peak_bytes = self._device, 0
-        for step in steps:
-            device.reset_peak()
-            resting_bytes = device.memory().peak_bytes
-            step()
-            device.synchronize()
-            peak_bytes += device.memory().peak_bytes - resting_bytes
-        # Workspaces of libraries, compiled kernels and memory that is lost between tensors are in the first number.
+    def measure(self, step: Callable[[], None]) -> GPUMemoryUse:
+        """What is there now, and what this step takes when it is computed."""
+        device = self._device
+        device.reset_peak()
+        resting_bytes = device.memory().peak_bytes
+        step()
+        device.synchronize()
+        peak_bytes = device.memory().peak_bytes - resting_bytes
+        # Graphs, workspaces of libraries, compiled kernels and memory that is lost between tensors are in the first.
         return GPUMemoryUse(self._weights_bytes, max(0, self._taken_bytes() - self._weights_bytes) + peak_bytes)
 
     def _taken_bytes(self) -> int:
