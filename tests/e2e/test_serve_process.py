@@ -184,6 +184,32 @@ def test_too_little_memory_is_one_message_and_no_process(num_bytes: int) -> None
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--device", "cuda"],
+        ["--kv-cache-dtype", "fp8"],
+        ["--block-size", "8", "--deterministic"],
+    ],
+    ids=lambda options: options[-2],
+)
+def test_what_needs_a_gpu_is_one_message_where_there_is_none(options: list[str]) -> None:
+    """The core, which looks for one, has each option; one line, without a traceback, names it."""
+    done = subprocess.run(
+        [*trioengine_command(), "serve", "--port", "0", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+    assert done.returncode == 1
+    name = next(option for option in reversed(options) if option.startswith("--"))
+    assert done.stderr.splitlines()[-1].startswith(f"trioengine: {name[2:].replace('-', '_')} ")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_taken_port_is_one_message(server: ServedProcess) -> None:
     """Said before a model is loaded."""
     port = server.url.rsplit(":", 1)[1]

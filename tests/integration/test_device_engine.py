@@ -9,10 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
+
+from trioengine_kernels.kernel_set import reference_kernels, triton_kernels  # noqa: E402
+from trioengine_kernels.paged_attention.batch import AttentionBatch  # noqa: E402
 
 from trioengine import LLM, LoRARequest, SamplingParams  # noqa: E402
 from trioengine.config.engine import SpeculationConfig, SpeculationMethod  # noqa: E402
@@ -94,11 +98,45 @@ def test_it_answers_as_torch_does(model: Path, expected: list[tuple[int, ...]], 
     assert (device.num_replays > 0) is not options.get("enforce_eager", False)
 
 
-def test_it_is_deterministic_where_that_is_asked_for(model: Path, expected: list[tuple[int, ...]]) -> None:
-    """With the products of that mode."""
-    with opened(model, device_computer(is_deterministic=True), deterministic=True) as llm:
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_it_is_deterministic_where_that_is_asked_for(
+    model: Path, expected: list[tuple[int, ...]], is_deterministic: bool
+) -> None:
+    """With the products and the attention of that mode, and only then; in graphs and beside them."""
+    kernels, modes = reference_kernels(), set[bool]()
+    linear, paged_attention = kernels.linear, kernels.paged_attention
+
+    def note_linear(*args: Any) -> Any:
+        modes.add(True)
+        return linear(*args)
+
+    def note_attention(query: Any, keys: Any, values: Any, batch: AttentionBatch, **options: Any) -> Any:
+        modes.add(batch.is_deterministic)
+        assert is_deterministic is batch.is_deterministic
+        return paged_attention(query, keys, values, batch, **options)
+
+    kernels = attrs.evolve(kernels, linear=note_linear, paged_attention=note_attention)
+    computer = device_computer(kernels=kernels, is_deterministic=is_deterministic)
+    with opened(model, computer, deterministic=is_deterministic) as llm:
         assert answers(llm) == expected
-        assert answers(llm, PARAMS[:1], PROMPTS[:1]) == expected[:1]
+    assert modes == {is_deterministic}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_in_the_deterministic_mode_neighbours_change_no_bit(model: Path) -> None:
+    """With Triton's kernels: alone, among others, and in other chunks. Log probabilities would show it."""
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=3, ignore_eos=True, logprobs=1)
+    prompts, found = PROMPTS[2:4], list[Any]()
+    sizes = {"cudagraph_capture_sizes": (2,), "enable_prefix_caching": False}
+    for max_num_batched_tokens in (9, 32):
+        computer = device_computer(kernels=triton_kernels(), is_deterministic=True)
+        with opened(model, computer, deterministic=True, max_num_batched_tokens=max_num_batched_tokens, **sizes) as llm:
+            for batch in [prompts] if max_num_batched_tokens == 9 else [prompts[:1], prompts[1:]]:
+                found += [output.outputs[0] for output in llm.generate(batch, params, use_tqdm=False)]
+    together, alone = found[:2], found[2:]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert [each.logprobs for each in together] == [each.logprobs for each in alone]
 
 
 def test_adapters_are_computed(model: Path, tmp_path: Path, expected: list[tuple[int, ...]]) -> None:

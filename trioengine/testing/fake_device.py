@@ -5,7 +5,8 @@ Work waits in a queue until somebody waits for it, so that whoever reads a resul
 changes staging memory too early computes with the wrong numbers. Copies to the host are later still: they take what is
 there when somebody waits for them, so that later work which changes it too early is found, too. A graph is a function
 that is called again; a replay that reads or writes other memory than was there when it was recorded is an error, as a
-real graph would not follow. Only staging memory can be copied to it, and nothing while a graph is recorded.
+real graph would not follow. Only staging memory can be copied to it, and nothing while a graph is recorded. Nor may
+work read numbers on the host, for which a real device would be waited for.
 """
 
 from collections import deque
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trioengine.testing.host_reads import NothingIsRead
 from trioengine.worker.device.device import DeviceMemory, Graph, HostCopy
 
 
@@ -132,7 +134,8 @@ class FakeDevice:
 
     @torch.inference_mode()
     def _next(self) -> None:
-        self._queue.popleft()()
+        with NothingIsRead():
+            self._queue.popleft()()
 
 
 class FakeGraph:

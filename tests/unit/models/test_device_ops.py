@@ -269,3 +269,18 @@ def test_tritons_kernels_compute_the_same(tmp_path: Path, dtype: str, tolerance:
     kind, model = getattr(torch, dtype), tiny_model()
     logits = device_logits(loaded(tmp_path, model, kind), TOKENS[:5], [4, 1], kernels=triton_kernels(), dtype=kind)
     assert difference(logits, torch_logits(model, TOKENS[:5])) < tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, Quantization.INT4])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_in_the_deterministic_mode_chunks_change_no_bit(tmp_path: Path, quantization: Quantization | None) -> None:
+    """Of a whole model, by Triton's kernels: a prompt at once, in chunks, and with tokens that come one by one."""
+    model = random_model(attrs.evolve(tiny_config(), hidden_size=64, intermediate_size=96))
+    device_model = loaded(tmp_path, model, torch.float32, quantization)
+    whole, *chunked = [
+        device_logits(device_model, TOKENS[:18], counts, kernels=triton_kernels(), is_deterministic=True)
+        for counts in ([18], [17, 1], [1, 1, 5, 11])
+    ]
+    for logits in chunked:
+        np.testing.assert_array_equal(logits, whole)
