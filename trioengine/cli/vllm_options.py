@@ -14,6 +14,7 @@ _VALUES = (
     "download_dir",
     "limit_mm_per_prompt",
     "load_format",
+    "max_cudagraph_capture_size",
     "pipeline_parallel_size",
     "runner",
     "swap_space",
@@ -23,6 +24,7 @@ _VALUES = (
     "uvicorn_log_level",
 )
 _SWITCHES = (
+    "disable_cascade_attn",
     "disable_custom_all_reduce",
     "disable_log_requests",
     "enable_auto_tool_choice",
@@ -37,7 +39,7 @@ _SWITCHES = (
     "trust_remote_code",
 )
 """What they ask for is the case here, or is about how vLLM computes."""
-_SHORT = {"pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
+_SHORT = {"compilation_config": "-O", "pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
 _DEST = "vllm_"
 
 logger = logging.getLogger(__name__)

@@ -96,7 +96,7 @@ def test_a_command_of_vllms_works_and_says_what_is_ignored(caplog: pytest.LogCap
     words += " --max-model-len 4096 --max-num-seqs 8 --enforce-eager --trust-remote-code --enable-auto-tool-choice"
     words += " --tool-call-parser hermes --reasoning-parser qwen3 --disable-log-requests --uvicorn-log-level warning"
     words += " --served-model-name mine --enable-prefix-caching --disable-uvicorn-access-log --swap-space 4"
-    words += " -q int8 --cuda-graph-sizes 1 2"
+    words += " -q int8 --cuda-graph-sizes 1 2 -O3 --disable-cascade-attn --max-cudagraph-capture-size 8"
     arguments = parse_serve(*words.split())
     engine = engine_config_from(arguments)
     assert (engine.model, engine.served_model_name, engine.max_num_seqs) == ("served/model", "mine", 8)
@@ -107,7 +107,7 @@ def test_a_command_of_vllms_works_and_says_what_is_ignored(caplog: pytest.LogCap
     with caplog.at_level("INFO"):
         tell_ignored(arguments)
     [record] = caplog.records
-    for flag in ("--tensor-parallel-size 1", "--trust-remote-code", "--uvicorn-log-level warning"):
+    for flag in ("--tensor-parallel-size 1", "--trust-remote-code", "--compilation-config 3", "--disable-cascade-attn"):
         assert flag in record.message
     assert "--max-num-seqs" not in record.message
 
