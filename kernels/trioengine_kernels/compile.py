@@ -23,6 +23,9 @@ from trioengine_kernels.variants import SHARED_MEMORY_BYTES, Variant
 
 NUM_REGISTERS = 65_536
 """Of one multiprocessor, and so the most that one program may have."""
+SPILLED_BYTES = {89: 32}
+"""By compute capability, what a thread may spill. Large tiles of attention are made for other GPUs, and spill a little
+on this one: they run, which is what is asked of them there."""
 TENSOR_MEMORY_COLUMNS = 512
 """Of one multiprocessor from capability 100 on."""
 
@@ -42,7 +45,7 @@ class Usage:
 
     def problems(self) -> Iterator[str]:
         """Why it should not, or cannot, be launched."""
-        if self.stack_bytes:
+        if self.stack_bytes > SPILLED_BYTES.get(self.capability, 0):
             yield f"{self.stack_bytes} bytes of stack"
         if self.registers_per_thread * self.num_threads > NUM_REGISTERS:
             yield f"{self.registers_per_thread} registers for each of {self.num_threads} threads"

@@ -269,6 +269,22 @@ def test_splits_do_not_happen_where_no_sequence_can_be_long_enough(monkeypatch: 
     Case([1, 5], [70, 33], num_heads=1, num_kv_heads=1).check(keys_per_split=256)
 
 
+def test_wider_block_tables_take_the_same_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables widen as sequences grow, and a kernel that is compiled anew keeps all of them waiting."""
+    told: list[dict[str, object]] = []
+    kernel = triton_attention._attend_kernel
+
+    def recorded(*args, **options):
+        told.append(options)
+        return kernel[(3,)](*args, **options)
+
+    monkeypatch.setattr(triton_attention, "_attend_kernel", {(3,): recorded})
+    for seq_len in (150, 180):
+        Case([1], [seq_len], num_heads=1, num_kv_heads=1).check()
+    assert told[0] == told[1]
+    assert "table_stride" in kernel.kwargs["do_not_specialize"]
+
+
 def test_the_default_split_is_the_plans() -> None:
     case = Case([1], [1500], num_heads=1, num_kv_heads=1, dtype=torch.float16)
     told = case.batch(keys_per_split=None)

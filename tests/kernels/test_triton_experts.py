@@ -173,6 +173,8 @@ def test_experts_that_are_not_alike_are_refused() -> None:
             ExpertMatrices.of(matrices)
     with pytest.raises(ValueError, match="contiguous"):
         ExpertMatrices.of([one.T])
+    with pytest.raises(ValueError, match="16 bytes"):
+        ExpertMatrices.of([random(64 * 64 + 1)[1:].view(64, 64)])
     for gate_up, down in (([one], [one]), ([one], [other, other])):
         with pytest.raises(ValueError, match="Each expert"):
             ExpertWeights.of(gate_up, down)

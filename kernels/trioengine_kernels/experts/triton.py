@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trioengine_kernels.experts.weights import ExpertMatrices, ExpertWeights
-from trioengine_kernels.linear.triton import Tile, add_run, tile_for
+from trioengine_kernels.linear.triton import Tile, add_run, float32_tile, tile_for
 from trioengine_kernels.quantized_linear.triton import add_run as add_quantized_run
 from trioengine_kernels.quantized_linear.triton import block_columns_of, blocks_per_scale
 from trioengine_kernels.quantized_linear.weight import GROUP_SIZE, QuantizedWeight, WeightKind
@@ -78,8 +78,10 @@ def experts(
         num_warps=1,
     )
     _align[num_experts,](lists, counts, chosen, num_pairs, num_tokens, PAIRS=_SCANNED_PAIRS, num_warps=_SCANNING_WARPS)
-    tile = _tile_for(triton.cdiv(num_pairs, num_experts), x.dtype)
+    pairs_per_expert = triton.cdiv(num_pairs, num_experts)
+    tile = _tile_for(pairs_per_expert, weights.gate_up, x.dtype)
     _multiply(gated, x, lists, counts, weights.gate_up, tile, num_per_token, activation)
+    tile = _tile_for(pairs_per_expert, weights.down, x.dtype)
     _multiply(results, gated, lists, counts, weights.down, tile, 1, None)
     _sum[num_tokens, triton.cdiv(hidden_size, _SUMMED_COLUMNS)](
         out, results, shares, hidden_size, NUM_PER_TOKEN=num_per_token, COLUMNS=_SUMMED_COLUMNS
@@ -87,9 +89,14 @@ def experts(
     return out
 
 
-def _tile_for(num_pairs: int, dtype: torch.dtype) -> Tile:
-    # More numbers of 32 bits have no room in registers; nor are there tensor cores for them.
-    return _TILES[0] if dtype == torch.float32 else tile_for(num_pairs, _TILES, dtype)
+def _tile_for(num_pairs: int, weight: ExpertMatrices, dtype: torch.dtype) -> Tile:
+    """GPUs of capability 8.6, 8.9 and 12.0 have shared memory for no more."""
+    first = weight.matrices[0]
+    if dtype is torch.float32:
+        # Nor have registers room for more numbers of 32 bits, nor are there tensor cores for them.
+        return float32_tile(_TILES[0])
+    is_affine = isinstance(first, QuantizedWeight) and first.kind is WeightKind.INT8_AFFINE
+    return tile_for(num_pairs, _TILES[:2] if is_affine else _TILES, dtype)
 
 
 def _multiply(
@@ -348,12 +355,14 @@ def variants() -> list[Variant]:
         (torch.bfloat16, None, medium, "silu"),
         (torch.bfloat16, None, small, "silu"),
         (torch.float16, None, small, None),
-        (torch.float32, None, small, "gelu_tanh"),
+        (torch.float32, None, float32_tile(small), "gelu_tanh"),
         (torch.bfloat16, WeightKind.INT4, large, "silu"),
         (torch.bfloat16, WeightKind.INT4, medium, "silu"),
         (torch.bfloat16, WeightKind.INT4, small, "silu"),
         (torch.bfloat16, WeightKind.INT8_AFFINE, medium, None),
         (torch.float16, WeightKind.INT8, small, None),
+        (torch.bfloat16, WeightKind.INT8, large, None),
+        (torch.bfloat16, WeightKind.FP8, large, "silu"),
         (torch.bfloat16, WeightKind.FP8, small, "silu"),
     ]
     for dtype, kind, tile, activation in cases:

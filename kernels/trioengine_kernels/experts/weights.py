@@ -12,6 +12,9 @@ from trioengine_kernels.quantized_linear.weight import QuantizedWeight
 
 Matrix: TypeAlias = Tensor | QuantizedWeight
 
+_ALIGNMENT = 16
+"""Bytes. A kernel that loads an address cannot see how it is aligned, and is told that it is."""
+
 
 @attrs.frozen(eq=False)
 class ExpertMatrices:
@@ -32,7 +35,8 @@ class ExpertMatrices:
         """These matrices, on one device.
 
         Raises:
-            ValueError: there are none, or they are not alike, or not contiguous.
+            ValueError: there are none, or they are not alike, not contiguous, or begin between multiples of 16 bytes,
+                which kernels read at once.
         """
         if len({_type_of(matrix) for matrix in matrices}) != 1:
             raise ValueError("The matrices of a layer's experts have one shape and one type.")
@@ -88,6 +92,8 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Tensor:
     for tensor in tensors:
         if tensor is None or not tensor.is_contiguous():
             raise ValueError("The matrices of experts are contiguous, and their planes complete.")
+        if tensor.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"The matrices of experts, and their planes, begin at multiples of {_ALIGNMENT} bytes.")
         addresses.append(tensor.data_ptr())
     assert tensors[0] is not None
     return torch.tensor(addresses, dtype=torch.int64, device=tensors[0].device)

@@ -99,10 +99,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def tile_for(num_tokens: int, tiles: Sequence[Tile], dtype: torch.dtype) -> Tile:
-    """Of `tiles`, which are sorted by their batches. Numbers of 32 bits have no tensor cores, and take more place."""
+    """Of `tiles`, which are sorted by their batches."""
     if dtype is torch.float32:
-        tiles = tiles[:-1]
+        # Without tensor cores, and twice as large: there is no room for more, least of all in the shared memory of GPUs
+        # of capability 8.6, 8.9 and 12.0.
+        tiles = [float32_tile(tile) for tile in tiles[:-1]]
     return next((tile for tile in tiles if num_tokens <= tile.max_tokens), tiles[-1])
+
+
+def float32_tile(tile: Tile) -> Tile:
+    """The same for numbers of 32 bits."""
+    return attrs.evolve(tile, num_stages=2)
 
 
 def run_sums(out: Tensor, tile: Tile, runs: Runs) -> Tensor | None:
@@ -147,6 +154,8 @@ def variants() -> list[Variant]:
         ("bf16", large, 1, 4096),
         ("bf16", large, 4, 4096),
         ("fp16", large, 4, 4096),
+        ("fp32", float32_tile(small), 1, 4096),
+        ("fp32", float32_tile(medium), 4, 4096),
     ]
     products = [
         Variant(

@@ -117,7 +117,6 @@ def attend(
         block_size=batch.block_size,
         block_stride=key_cache.stride(0),
         token_stride=key_cache.stride(1),
-        table_stride=batch.block_table.stride(0),
         window=batch.window,
         max_query_len=batch.max_query_len,
         is_deterministic=batch.is_deterministic,
@@ -148,6 +147,7 @@ def attend(
         batch.rows,
         batch.work,
         batch.num_work,
+        batch.block_table.stride(0),
         sinks,
         score_scale,
         None if soft_cap is None else soft_cap * _LOG2_E,
@@ -185,7 +185,6 @@ class _Shape:
     block_size: int
     block_stride: int
     token_stride: int
-    table_stride: int
     window: int | None
     max_query_len: int
     is_deterministic: bool
@@ -227,7 +226,6 @@ class _Shape:
             "BLOCK_SIZE": self.block_size,
             "BLOCK_STRIDE": self.block_stride,
             "TOKEN_STRIDE": self.token_stride,
-            "TABLE_STRIDE": self.table_stride,
             "WINDOW": self.window,
             "TILE_ROWS": self.tile_rows,
             "ROWS": self.config.rows,
@@ -268,7 +266,8 @@ _LISTS = ["block_table", "rows", "work", "num_work"]
 """Parts of buffers, wherever they begin: another machine code for each alignment would gain nothing."""
 
 
-@triton.jit(do_not_specialize_on_alignment=_LISTS)
+# Block tables become wider as sequences grow: that must not compile anew.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_LISTS)
 def _attend_kernel(
     query,  # [num_tokens, num_heads, HEAD_DIM]
     key_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
@@ -280,6 +279,7 @@ def _attend_kernel(
     rows,
     work,
     num_work,
+    table_stride,
     sinks,  # [num_heads], or None
     score_scale,  # to base 2; with a soft cap, what a score is multiplied with inside the tanh
     soft_cap,  # to base 2, or None
@@ -291,7 +291,6 @@ def _attend_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
-    TABLE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -318,7 +317,7 @@ def _attend_kernel(
         if TILE_ROWS != ROWS:
             end_key = tl.where(first_row < num_queries * GROUP, end_key, 0)
         partial = tl.load(item + 6).to(tl.int64)
-        block_ids = block_table + tl.load(rows + sequence).to(tl.int64) * TABLE_STRIDE
+        block_ids = block_table + tl.load(rows + sequence).to(tl.int64) * table_stride
         keys_of_head = key_cache + kv_head * HEAD_DIM
         values_of_head = value_cache + kv_head * HEAD_DIM
 
@@ -596,7 +595,6 @@ def _attend_variant(
         block_size=block_size,
         block_stride=block_size * num_kv_heads * head_dim,
         token_stride=num_kv_heads * head_dim,
-        table_stride=512,
         window=window,
         max_query_len=max_query_len,
         is_deterministic=is_deterministic,
@@ -616,6 +614,7 @@ def _attend_variant(
         "partials": "*fp32",
         "partial_sums": "*fp32",
         **dict.fromkeys(_LISTS, "*i32"),
+        "table_stride": "i32",
         "score_scale": "fp32",
         "value_scale": "fp32",
     }
@@ -632,7 +631,7 @@ def _attend_variant(
         constants={**absent, **shape.attend_constants()},
         num_warps=shape.config.num_warps,
         num_stages=shape.config.num_stages,
-        min_capability=90 if cache_kind == "fp8e4nv" else 80,
+        min_capability=89 if cache_kind == "fp8e4nv" else 80,
     )
 
 

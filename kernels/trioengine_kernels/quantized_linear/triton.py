@@ -26,6 +26,7 @@ from trioengine_kernels.linear.triton import (
     Runs,
     Tile,
     add_runs,
+    float32_tile,
     product_grid,
     run_sums,
     store_tile,
@@ -51,8 +52,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     runs = Runs.of(num_rows, weight.num_columns, block_columns, _TILES[0].num_rows)
     out = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
     sums = run_sums(out, tile, runs)
-    if sums is None and runs.count > 1:
-        tile = _with_two_sums(tile)
+    if weight.kind is WeightKind.INT8_AFFINE or (sums is None and runs.count > 1):
+        tile = _with_fewer_tokens(tile)
     if num_tokens:
         _quantized_linear_kernel[product_grid(out, tile, runs, sums)](
             x,
@@ -86,21 +87,24 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 def variants() -> list[Variant]:
     """Each tile with some kinds of matrices, those that take most of it; edges; other activations and scales."""
     small, medium, large = _TILES
-    two_sums = _with_two_sums(large)
+    fewer_tokens = _with_fewer_tokens(large)
     cases = [
         ("bf16", WeightKind.INT4, small, 1, 4096, 0),
         ("bf16", WeightKind.INT4, small, 1, 576, 0),
         ("bf16", WeightKind.INT4, medium, 1, 4096, 0),
         ("bf16", WeightKind.INT4, large, 1, 4096, 0),
-        ("bf16", WeightKind.INT4, two_sums, 4, 4096, 0),
+        ("bf16", WeightKind.INT4, fewer_tokens, 4, 4096, 0),
         ("fp16", WeightKind.INT4, large, 1, 4096, 0),
         ("bf16", WeightKind.INT8, small, 1, 4096, 0),
+        ("bf16", WeightKind.INT8, large, 1, 4096, 0),
         ("bf16", WeightKind.INT8_AFFINE, medium, 1, 4096, 0),
-        ("bf16", WeightKind.INT8_AFFINE, large, 1, 4096, 0),
-        ("bf16", WeightKind.INT8_AFFINE, two_sums, 4, 4096, 0),
+        ("bf16", WeightKind.INT8_AFFINE, fewer_tokens, 1, 4096, 0),
+        ("bf16", WeightKind.INT8_AFFINE, fewer_tokens, 4, 4096, 0),
         ("bf16", WeightKind.FP8, small, 1, 4096, 0),
         ("bf16", WeightKind.FP8, large, 1, 4096, 0),
-        ("bf16", WeightKind.FP8, two_sums, 4, 4096, 1),
+        ("bf16", WeightKind.FP8, fewer_tokens, 4, 4096, 1),
+        ("bf16", WeightKind.FP8, large, 1, 4096, 1),
+        ("fp32", WeightKind.INT8_AFFINE, float32_tile(medium), 4, 4096, 0),
     ]
     return [_variant(*case) for case in cases]
 
@@ -147,8 +151,9 @@ def blocks_per_scale(weight: QuantizedWeight) -> int:
     return 0 if has_one else weight.group_size // block_columns_of(weight)
 
 
-def _with_two_sums(tile: Tile) -> Tile:
-    """For programs that sum runs, and add the sums: registers hold both."""
+def _with_fewer_tokens(tile: Tile) -> Tile:
+    """For programs that sum runs, and add the sums: registers hold both. And for bytes with minimums, of which GPUs of
+    capability 8.6, 8.9 and 12.0 have no shared memory for more."""
     return attrs.evolve(tile, num_tokens=min(tile.num_tokens, 64))
 
 
