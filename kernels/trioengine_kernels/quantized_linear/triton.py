@@ -115,7 +115,7 @@ def _variant(
     has_minimums = kind in (WeightKind.INT4, WeightKind.INT8_AFFINE)
     constants = _constants(kind, num_columns, _BLOCK_COLUMNS, blocks_per_scale, tile, num_runs)
     return Variant(
-        name=f"quantized_linear[{dtype}, {kind.value}, tokens={tile.num_tokens}, runs={num_runs}, "
+        name=f"quantized_linear[{dtype}, {kind.value}, tile={tile.num_rows}x{tile.num_tokens}, runs={num_runs}, "
         f"columns={num_columns}, blocks_per_scale={blocks_per_scale}]",
         kernel=_quantized_linear_kernel,
         signature={
