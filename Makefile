@@ -51,8 +51,9 @@ test: install
 	$(BIN)/lint-imports
 	$(BIN)/python -P -m pytest -m "not slow" $(IN_PARALLEL)
 
+# Two at once: several keep both processors busy by themselves, and some look at how long things take beside each other.
 test-slow: install
-	$(BIN)/python -P -m pytest -m slow
+	$(BIN)/python -P -m pytest -m slow --numprocesses 2 --dist worksteal
 
 # On a machine with an NVIDIA card; without one it fails, as nothing is tested. With 0, Triton compiles its kernels.
 test-gpu: install
