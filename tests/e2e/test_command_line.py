@@ -133,7 +133,10 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
 
     program = (
         "import importlib.util, trioengine, trioengine_kernels, trioengine.server.page, trioengine.worker\n"
+        "from trioengine_kernels.native.library import PREBUILT, load_library\n"
         "assert importlib.util.find_spec('kernels') is None\n"
+        # Nothing is compiled where it is installed.
+        "assert load_library(None).path == PREBUILT, 'the wheel has no compiled CPU kernels'\n"
         "trioengine.server.page.page_blueprint()\n"
         "print(trioengine.__file__, trioengine_kernels.__file__)"
     )

@@ -56,32 +56,14 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, poisoned)
 
 
-@pytest.fixture(scope="module")
-def fast_interpreter() -> Iterator[None]:
-    """Triton's interpreter a few times faster: it replaces Triton's functions once for a launch, not once more for each
-    function that a kernel calls, and does not look whether integers overflow."""
-    pytest.importorskip("triton")
-    from types import SimpleNamespace
-
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    replace = interpreter._patch_lang
-    of_launch: list[object] = []
-
-    class Scope:
-        """Of a launch, or of a function that it calls, whose scope nobody restores."""
-
-        def __init__(self) -> None:
-            if not of_launch:
-                of_launch.append(replace(SimpleNamespace(__globals__={"tl": tl, "core": tl.core})))
-
-        def restore(self) -> None:
-            of_launch.pop().restore()
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", lambda _: Scope())
-        options = interpreter.InterpreterOptions(sanitize_overflow=False)
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+@pytest.fixture(scope="module", autouse=True)
+def fast_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Triton's interpreter is fast in the tests of its kernels."""
+    if not request.module.__name__.rpartition(".")[2].startswith("test_triton"):
         yield
-    assert not of_launch
+        return
+    pytest.importorskip("triton")
+    from trioengine.testing.interpreter import fast_interpreter
+
+    with fast_interpreter():
+        yield

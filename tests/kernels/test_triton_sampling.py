@@ -33,7 +33,7 @@ from trioengine_kernels.sampling.device import (  # noqa: E402
 # The interpreter computes lanes that a mask leaves out, and unsigned integers that wrap.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"),
-    pytest.mark.usefixtures("poisoned_memory", "fast_interpreter"),
+    pytest.mark.usefixtures("poisoned_memory"),
 ]
 
 KINDS = [

@@ -12,7 +12,7 @@ row was found, and in the deterministic mode a row's sums are the same bits what
 whether its parts were added by one program or by the merge.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 
 import attrs
 import torch
@@ -124,7 +124,7 @@ def attend(
         cache_element_size=key_cache.element_size(),
         keys_per_split=keys_per_split,
     )
-    config, work_rows = shape.config, batch.work.shape[0]
+    (config, constants), work_rows = _launch_of(shape), batch.work.shape[0]
     output = torch.empty_like(query)
     # Whether there can be splits is known from the shapes: it may not depend on what the tensors hold.
     has_splits = batch.block_table.shape[1] * batch.block_size > keys_per_split
@@ -152,7 +152,7 @@ def attend(
         score_scale,
         None if soft_cap is None else soft_cap * _LOG2_E,
         value_scale,
-        **shape.attend_constants(),
+        **constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -237,6 +237,13 @@ class _Shape:
         }
 
 
+@lru_cache(maxsize=1024)
+def _launch_of(shape: _Shape) -> tuple[_Config, dict[str, object]]:
+    """The configuration and the constants of a shape: working them out takes as long as a launch."""
+    return shape.config, shape.attend_constants()
+
+
+@cache
 def _merge_constants(num_heads: int, head_dim: int) -> dict[str, object]:
     return {
         "NUM_HEADS": num_heads,
