@@ -126,14 +126,20 @@ def test_it_is_deterministic_where_that_is_asked_for(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_in_the_deterministic_mode_neighbours_change_no_bit(model: Path) -> None:
     """With Triton's kernels: alone, among others, and in other chunks. Log probabilities would show it."""
+    pytest.importorskip("triton")
+    from trioengine.testing.interpreter import fast_interpreter
+
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=3, ignore_eos=True, logprobs=1)
     prompts, found = PROMPTS[2:4], list[Any]()
     sizes = {"cudagraph_capture_sizes": (2,), "enable_prefix_caching": False}
-    for max_num_batched_tokens in (9, 32):
-        computer = device_computer(kernels=triton_kernels(), is_deterministic=True)
-        with opened(model, computer, deterministic=True, max_num_batched_tokens=max_num_batched_tokens, **sizes) as llm:
-            for batch in [prompts] if max_num_batched_tokens == 9 else [prompts[:1], prompts[1:]]:
-                found += [output.outputs[0] for output in llm.generate(batch, params, use_tqdm=False)]
+    with fast_interpreter():
+        for max_num_batched_tokens in (9, 32):
+            computer = device_computer(kernels=triton_kernels(), is_deterministic=True)
+            with opened(
+                model, computer, deterministic=True, max_num_batched_tokens=max_num_batched_tokens, **sizes
+            ) as llm:
+                for batch in [prompts] if max_num_batched_tokens == 9 else [prompts[:1], prompts[1:]]:
+                    found += [output.outputs[0] for output in llm.generate(batch, params, use_tqdm=False)]
     together, alone = found[:2], found[2:]
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
     assert [each.logprobs for each in together] == [each.logprobs for each in alone]
