@@ -10,26 +10,14 @@ import attrs
 import pytest
 import torch
 from trioengine_kernels.benchmark import measure
-from trioengine_kernels.benchmark.cases import ModelSizes, Suite
+from trioengine_kernels.benchmark.cases import Suite
 from trioengine_kernels.benchmark.rates import Ceilings, RunFacts
 from trioengine_kernels.kernel_set import reference_kernels
 
 from trioengine.runtime.build import build_engine_core
 from trioengine.testing.device_computer import device_computer
 from trioengine.testing.fake_device import FakeDevice
-from trioengine.testing.random_folder import write_random_folder
-
-TINY = ModelSizes(
-    name="tiny",
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=300,
-    has_tied_embeddings=True,
-)
+from trioengine.testing.random_folder import TINY_SIZES, write_random_folder
 
 
 def load_script(name: str) -> ModuleType:
@@ -72,7 +60,7 @@ def test_operations_become_lines_of_csv(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "open_suite", cpu_suite)
-    monkeypatch.setattr(run, "MODELS", [TINY])
+    monkeypatch.setattr(run, "MODELS", [TINY_SIZES])
     path = tmp_path / "new" / "results.csv"
     arguments = ["--device", "cpu", "--dtype", "float16", "--op", "silu_and_mul", "--output", str(path)]
     assert run.main([*arguments, "--commit", "abc1234"]) == 0
@@ -94,7 +82,7 @@ def test_a_failure_is_the_exit_status(
         return attrs.evolve(cpu_suite(device, dtype), kernels=kernels)
 
     monkeypatch.setattr(run, "open_suite", wrong_suite)
-    monkeypatch.setattr(run, "MODELS", [TINY])
+    monkeypatch.setattr(run, "MODELS", [TINY_SIZES])
     path = tmp_path / "results.csv"
     assert run.main(["--device", "cpu", "--op", "silu_and_mul", "--output", str(path)]) == 1
     assert [row["us"] == "" for row in rows_of(path)] == [False, False, True, True]
@@ -120,7 +108,7 @@ def test_the_file_is_named_after_card_and_commit() -> None:
     ["trioengine", *(pytest.param(name, marks=pytest.mark.slow) for name in ("generate", "continuous"))],
 )
 def test_engines_decode_and_prefill(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(model, "MODELS", [TINY])
+    monkeypatch.setattr(model, "MODELS", [TINY_SIZES])
     path = tmp_path / "results.csv"
     arguments = ["--engine", engine, "--model", "tiny", "--device", "cpu", "--dtype", "float32"]
     arguments += ["--batch", "1", "3", "--prompt-tokens", "5", "--output-tokens", "6", "--prefill-tokens", "20"]
@@ -163,7 +151,7 @@ def test_the_gap_is_that_of_a_batch_under_the_profiler(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.profiler.profile", Profile)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    write_random_folder(tmp_path / "model", TINY, "float32")
+    write_random_folder(tmp_path / "model", TINY_SIZES, "float32")
     options = {"max_num_seqs": 4, "max_model_len": 96, "cudagraph_capture_sizes": [1, 2]}
     engine = model.TrioEngine(tmp_path / "model", "cuda", "float32", options)
     prompts = [[1, 2, 3, 4], [5, 6, 7]]
@@ -175,7 +163,7 @@ def test_the_gap_is_that_of_a_batch_under_the_profiler(monkeypatch: pytest.Monke
 
 
 def test_settings_are_options_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(model, "MODELS", [TINY])
+    monkeypatch.setattr(model, "MODELS", [TINY_SIZES])
     path = tmp_path / "results.csv"
     arguments = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--prompt-tokens", "3"]
     arguments += ["--output-tokens", "4", "--prefill-tokens", "5", "--prefill-prompts", "1"]
@@ -215,8 +203,8 @@ def test_the_least_time_counts_each_weight_once() -> None:
     layer = (2 * 4 + 2 * 2) * 16 * 64 + 3 * 64 * 96
     weights = 2 * layer + 300 * 64
     kv = 3 * 10 * 2 * 2 * 2 * 16
-    assert model.decode_step_s(TINY, 3, 10, ceilings, "float16") == pytest.approx(2 * (weights + kv) / 1e9)
+    assert model.decode_step_s(TINY_SIZES, 3, 10, ceilings, "float16") == pytest.approx(2 * (weights + kv) / 1e9)
     computed = Ceilings(copy_bytes_per_s=1e30, flops_per_s={"float16": 1e9})
     pairs = 2 * (20 * 21 // 2)
     num_flops = 2 * 2 * (2 * layer * 20 + 300 * 64) + 4 * pairs * 2 * 4 * 16
-    assert model.prefill_step_s(TINY, 2, 20, computed, "float16") == pytest.approx(num_flops / 1e9)
+    assert model.prefill_step_s(TINY_SIZES, 2, 20, computed, "float16") == pytest.approx(num_flops / 1e9)

@@ -18,10 +18,11 @@ from trioengine_kernels.native.sampler import (  # noqa: E402
     Penalties,
     RaggedIds,
     SampledStatus,
-    SamplingArrays,
 )
 from trioengine_kernels.sampling import SamplingBatch, logprobs, penalize, processed_logits, sample  # noqa: E402
 from trioengine_kernels.sampling.reference import _gumbel_noise  # noqa: E402
+
+from trioengine.testing.sampling_rows import make_arrays, random_logits  # noqa: E402
 
 TEMPERATURES = [0.0, 1e-45, 1e-4, 0.5, 1.0, 1.0, 2.0, 100.0]
 TOP_PS = [1.0, 1.0, 1.0, 1e-4, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 2.0**-24]
@@ -43,23 +44,6 @@ def isas(library):
     library.set_isa(library.supported_isas()[-1])
 
 
-def make_arrays(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, position=None, **rules):
-    """Single values stand for all rows; without a position, each row has its own."""
-
-    def column(value, dtype):
-        return np.broadcast_to(np.asarray(value, dtype), (num_rows,)).copy()
-
-    return SamplingArrays(
-        temperature=column(temperature, np.float32),
-        top_k=column(top_k, np.int32),
-        top_p=column(top_p, np.float32),
-        min_p=column(min_p, np.float32),
-        seed=column(seed, np.uint64),
-        position=column(np.arange(num_rows) if position is None else position, np.int64),
-        **rules,
-    )
-
-
 def random_arrays(rng, num_rows, vocab_size):
     return make_arrays(
         num_rows,
@@ -70,33 +54,6 @@ def random_arrays(rng, num_rows, vocab_size):
         seed=rng.integers(0, 2**64, num_rows, dtype=np.uint64),
         position=rng.integers(0, 2**33, num_rows),
     )
-
-
-def random_logits(rng, kind, num_rows, vocab_size):
-    x = rng.standard_normal((num_rows, vocab_size)).astype(np.float32)
-    match kind:
-        case "wide":
-            return x * 3
-        case "one large":
-            x[np.arange(num_rows), rng.integers(0, vocab_size, num_rows)] += 12
-        case "like language":
-            x = x * 0.3 - 1.6 * np.log1p(np.stack([rng.permutation(vocab_size) for _ in range(num_rows)]))
-        case "flat":
-            x[:] = x[:, :1]
-        case "many equals":
-            x = np.round(x * 2)
-        case "nearly equal":
-            x = 20 + x * 3e-6
-        case "many forbidden":
-            x[rng.random(x.shape) < 0.9] = -np.inf
-            x[:, rng.integers(0, vocab_size)] = 0.5
-        case "huge":
-            x = np.clip(x, -3, 3) * np.float32(1e38)
-        case "denormal":
-            x *= np.float32(1e-44)
-        case "sorted":
-            x = np.sort(x * 3, axis=-1)
-    return np.ascontiguousarray(x, np.float32)
 
 
 def reference_batch(arrays):

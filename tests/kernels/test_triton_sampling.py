@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from trioengine_kernels.native.library import ThreadPool  # noqa: E402
-from trioengine_kernels.native.sampler import NativeSampler, SampledStatus, SamplingArrays  # noqa: E402
+from trioengine_kernels.native.sampler import NativeSampler, SampledStatus  # noqa: E402
 from trioengine_kernels.sampling import MIN_LOGPROB, SamplingBatch, device_reference  # noqa: E402
 from trioengine_kernels.sampling import reference as sampling_reference  # noqa: E402
 from trioengine_kernels.sampling import triton as sampling  # noqa: E402
@@ -29,6 +29,8 @@ from trioengine_kernels.sampling.device import (  # noqa: E402
     set_output,
     set_prompt,
 )
+
+from trioengine.testing.sampling_rows import make_arrays, random_logits  # noqa: E402
 
 # The interpreter computes lanes that a mask leaves out, and unsigned integers that wrap.
 pytestmark = [
@@ -51,49 +53,6 @@ KINDS = [
 TEMPERATURES = [0.0, 1e-45, 1e-6, 1e-4, 0.1, 0.5, 1.0, 1.0, 2.0, 100.0]
 TOP_PS = [1.0, 1.0, 1e-30, 1e-4, 0.1, 0.5, 0.9, 0.95, 0.999999, 1 - 2.0**-24]
 MIN_PS = [0.0, 0.0, 0.0, 1e-4, 0.1, 1.0]
-
-
-def random_logits(rng, kind, num_rows, vocab_size):
-    x = rng.standard_normal((num_rows, vocab_size)).astype(np.float32)
-    match kind:
-        case "wide":
-            return x * 3
-        case "one large":
-            x[np.arange(num_rows), rng.integers(0, vocab_size, num_rows)] += 12
-        case "like language":
-            x = x * 0.3 - 1.6 * np.log1p(np.stack([rng.permutation(vocab_size) for _ in range(num_rows)]))
-        case "flat":
-            x[:] = x[:, :1]
-        case "many equals":
-            x = np.round(x * 2)
-        case "nearly equal":
-            x = 20 + x * 3e-6
-        case "many forbidden":
-            x[rng.random(x.shape) < 0.9] = -np.inf
-            x[:, rng.integers(0, vocab_size)] = 0.5
-        case "huge":
-            x = np.clip(x, -3, 3) * np.float32(1e38)
-        case "denormal":
-            x *= np.float32(1e-44)
-        case "far below":
-            x[:, vocab_size // 3 :] -= 90
-    return np.ascontiguousarray(x, np.float32)
-
-
-def make_arrays(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, position=None):
-    """Single values stand for all rows; without a position, each row has its own."""
-
-    def column(value, dtype):
-        return np.broadcast_to(np.asarray(value, dtype), (num_rows,)).copy()
-
-    return SamplingArrays(
-        temperature=column(temperature, np.float32),
-        top_k=column(top_k, np.int32),
-        top_p=column(top_p, np.float32),
-        min_p=column(min_p, np.float32),
-        seed=column(seed, np.uint64),
-        position=column(np.arange(num_rows) if position is None else position, np.int64),
-    )
 
 
 def random_arrays(rng, num_rows, vocab_size):

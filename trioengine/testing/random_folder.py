@@ -14,6 +14,18 @@ from trioengine_kernels.benchmark.cases import ModelSizes
 POOL_NUMBERS = 1 << 24
 """Random numbers that the weights are cut from."""
 WEIGHT_SCALE = 0.02
+TINY_SIZES = ModelSizes(
+    name="tiny",
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=300,
+    has_tied_embeddings=True,
+)
+"""For tests of benchmarks."""
 
 
 def write_random_folder(folder: Path, sizes: ModelSizes, dtype: str) -> None:

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 from trioengine_kernels.native.sampler import SampledStatus
 
+from trioengine.config.resolve import ResolvedConfig
 from trioengine.core.executor import KVCacheGroup
 from trioengine.errors import ConfigError
+from trioengine.models.config import ModelConfig
 from trioengine.worker.backend import Backend
 from trioengine.worker.packing import pack_step
 from trioengine.worker.sampling_table import LogitRows, SamplingTable
@@ -37,6 +39,27 @@ def draft_block_group(windows: Sequence[int | None]) -> int:
         "A draft model needs a model with layers that see all tokens, as it keeps its own in the same blocks; all"
         " layers of this one have windows.",
         option="speculative_config",
+    )
+
+
+def draft_config(config: ResolvedConfig, target: Sequence[KVCacheGroup], model: ModelConfig) -> ResolvedConfig:
+    """The sizes of a draft model, which shares its target's blocks, wants one row of logits of each sequence, and is
+    computed without graphs.
+
+    Args:
+        config: the target's sizes.
+        target: the target's KV groups.
+        model: the draft model.
+
+    Raises:
+        ConfigError: as `draft_block_group`.
+    """
+    num_blocks = target[draft_block_group([group.window for group in target])].num_blocks
+    return attrs.evolve(
+        config,
+        num_kv_blocks=[num_blocks] * len(model.kv_groups),
+        max_num_logit_rows=config.max_num_seqs,
+        cudagraph_capture_sizes=(),
     )
 
 

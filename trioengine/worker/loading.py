@@ -30,7 +30,7 @@ from trioengine.tokenizer.bad_words import BadWordsRules
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.worker.backend import Backend
 from trioengine.worker.device.find import NoGPUError, find_gpu
-from trioengine.worker.draft import DraftModel, draft_block_group
+from trioengine.worker.draft import DraftModel, draft_block_group, draft_config
 from trioengine.worker.executor import LocalExecutor
 from trioengine.worker.kv_offload import DiskOffloadStore, MemoryOffloadStore, OffloadStore
 from trioengine.worker.logits_processors import LogitsProcessors
@@ -420,11 +420,9 @@ def _load_draft_backend(
     computer: Computer,
     quantization: Quantization | None,
 ) -> Backend:
-    groups, model = target.kv_cache_groups, checkpoint.config
-    num_blocks = groups[draft_block_group([group.window for group in groups])].num_blocks
     return _load_backend(
         checkpoint,
-        attrs.evolve(config, num_kv_blocks=[num_blocks] * len(model.kv_groups), max_num_logit_rows=config.max_num_seqs),
+        draft_config(config, target.kv_cache_groups, checkpoint.config),
         computer,
         # GGUF files have types of their own.
         quantization if checkpoint.location.kind is ModelKind.FOLDER else None,

@@ -164,7 +164,7 @@ class ModelRunner:
             row.want(step.wanted, num_tokens, -1 if masks is None else masks.first_rows.get(index, -1))
             if state.pooler is not None:
                 step.hidden.add(row, state.pooler, num_tokens)
-            if work.new_block_ids:
+            if work.new_block_ids and self._async_backend is not None:
                 new_block_ids = state.block_ids[num_held * num_groups :]
                 step.updates.append(block_updates(state.row, num_held, new_block_ids, num_groups))
             step.rows.append(row)

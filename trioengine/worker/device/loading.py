@@ -24,7 +24,7 @@ from trioengine.models.loader import Checkpoint, NewTensors, ReportFraction
 from trioengine.worker.device.backend import DeviceBackend, DeviceOptions
 from trioengine.worker.device.device import CudaDevice, Device
 from trioengine.worker.device.memory_profile import MemoryProfile
-from trioengine.worker.draft import draft_block_group
+from trioengine.worker.draft import draft_config
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,9 @@ def load_device_backends(
     report("recording graphs" if loaded.graph_sizes(config) else "making the KV cache", 0.0)
     with _advice(computer, "its KV cache and graphs. Lower gpu_memory_utilization, or record fewer graphs"):
         backend = loaded.backend(config)
-        draft_backend = None if drafting is None else drafting.backend(_draft_config(config, backend, drafting.model))
+        draft_backend = None
+        if drafting is not None:
+            draft_backend = drafting.backend(draft_config(config, backend.kv_cache_groups, drafting.model.config))
     return DeviceBackends(backend, draft_backend, config)
 
 
@@ -299,18 +301,6 @@ def _measure(profile: MemoryProfile, loaded: _Loaded, config: ResolvedConfig) ->
     # What penalties remember, once there are some: a number and a bit for each token of the vocabulary.
     later_bytes = (config.max_num_seqs + 1) * model.vocab_size * 33 // 8
     return attrs.evolve(use, step_bytes=use.step_bytes + later_bytes)
-
-
-def _draft_config(config: ResolvedConfig, target: DeviceBackend, model: DeviceModel) -> ResolvedConfig:
-    """Of the model that drafts, which computes few tokens at a time and shares the target's blocks."""
-    groups = target.kv_cache_groups
-    num_blocks = groups[draft_block_group([group.window for group in groups])].num_blocks
-    return attrs.evolve(
-        config,
-        num_kv_blocks=[num_blocks] * len(model.config.kv_groups),
-        max_num_logit_rows=config.max_num_seqs,
-        cudagraph_capture_sizes=(),
-    )
 
 
 @contextlib.contextmanager

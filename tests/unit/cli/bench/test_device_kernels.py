@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from trioengine_kernels.benchmark import machine, measure
-from trioengine_kernels.benchmark.cases import ModelSizes, Suite
+from trioengine_kernels.benchmark.cases import Suite
 from trioengine_kernels.benchmark.rates import Ceilings, OpRate, RunFacts
 from trioengine_kernels.kernel_set import reference_kernels
 
@@ -13,6 +13,7 @@ from trioengine.cli import main as cli
 from trioengine.cli.bench import device_kernels
 from trioengine.cli.bench.device_kernels import DeviceKernelsBench, DeviceKernelsReport
 from trioengine.errors import BenchError
+from trioengine.testing.random_folder import TINY_SIZES
 
 CEILINGS = Ceilings(copy_bytes_per_s=4e12, flops_per_s={"bfloat16": 8e14})
 RATES = [
@@ -53,23 +54,12 @@ async def test_without_a_card_there_are_no_figures(monkeypatch: pytest.MonkeyPat
 
 
 async def test_all_that_it_does_is_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ModelSizes(
-        name="tiny",
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=300,
-        has_tied_embeddings=True,
-    )
     suite = Suite(
         kernels=reference_kernels(),
         reference=reference_kernels(),
         device=torch.device("cpu"),
         cached_bytes=0,
-        models=[sizes],
+        models=[TINY_SIZES],
         batch_sizes=[2],
         prompt_tokens=5,
     )
