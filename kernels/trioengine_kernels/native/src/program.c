@@ -14,6 +14,7 @@
 #define WORK_PER_CHUNK 3000000 /* multiplications: some tens of microseconds */
 #define MIN_WORK_PER_CHUNK 30000 /* a microsecond: less is not worth taking, however many threads there are */
 #define GATED_COLUMNS 512
+#define MAX_FETCHED_BYTES (8 << 20) /* keys and values of one layer that are fetched ahead: part of a common last cache */
 #define ACTIVATED_COLUMNS 128 /* at most so many outputs, a multiple of 32, of so many tokens... */
 #define ACTIVATED_TOKENS 64   /* ...are floats at a time, 32 KiB, before an activation */
 
@@ -23,13 +24,25 @@ typedef struct {
     int32_t num_merges;
     size_t task_bytes; /* allocated */
     TeAttentionTask *tasks;
+    int32_t num_pieces;
+    size_t piece_offset_bytes; /* allocated */
+    int64_t *piece_offsets;    /* of the keys and values of TE_KV_TOKENS tokens, from the start of a layer, bytes */
     int32_t merge_row[MAX_SPLIT_TOKENS];
     int32_t merge_partial[MAX_SPLIT_TOKENS + 1];
 } AttentionPlan;
 
+/* What follows a product: the next one, and what part of the next attention's keys and values it fetches meanwhile. */
+typedef struct {
+    int32_t linear;    /* or -1 */
+    int32_t attention; /* or -1 */
+    double first_part; /* of all such products before that attention, by their work: 0 to 1 */
+    double end_part;
+} Following;
+
 struct TeProgram {
     TeOp *ops;
     int32_t num_ops;
+    Following *following;
     int32_t *chunks;
     int32_t num_kv_groups;
     /* Of the step that runs: */
@@ -70,6 +83,42 @@ size_t te_full_attention_scratch_floats(int32_t max_tokens, int32_t head_dim)
     return tokens * 2 * padded + TE_FULL_QUERIES * (tokens + padded);
 }
 
+static int is_quantized_linear(const TeOp *op)
+{
+    return op->kind == TE_OP_LINEAR && op->linear.tiles.kind <= TE_INT8_AFFINE;
+}
+
+static void find_following(TeProgram *program)
+{
+    Following next = {-1, -1, 0, 0};
+    double work = 0;
+    for (int32_t op = program->num_ops - 1; op >= 0; op--) {
+        program->following[op] = next;
+        if (program->ops[op].kind == TE_OP_ATTENTION) {
+            next.attention = op;
+            work = 0;
+        } else if (is_quantized_linear(&program->ops[op])) {
+            const TeTiles *tiles = &program->ops[op].linear.tiles;
+            program->following[op].end_part = work;
+            work += (double)tiles->rows * tiles->columns;
+            program->following[op].first_part = work;
+            next.linear = op;
+        }
+    }
+    /* So far the parts are what comes after, absolute. */
+    double all = 0;
+    for (int32_t op = 0; op < program->num_ops; op++) {
+        Following *following = &program->following[op];
+        if (program->ops[op].kind == TE_OP_ATTENTION)
+            all = 0;
+        if (!is_quantized_linear(&program->ops[op]))
+            continue;
+        all = TE_MAX(all, following->first_part);
+        following->first_part = (all - following->first_part) / all;
+        following->end_part = (all - following->end_part) / all;
+    }
+}
+
 TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops)
 {
     TeProgram *program = calloc(1, sizeof *program);
@@ -79,10 +128,12 @@ TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops)
         if (ops[op].kind == TE_OP_ATTENTION)
             program->num_kv_groups = TE_MAX(program->num_kv_groups, ops[op].attention.kv_group + 1);
     program->ops = malloc((size_t)TE_MAX(num_ops, 1) * sizeof *ops);
+    program->following = malloc((size_t)TE_MAX(num_ops, 1) * sizeof *program->following);
     program->chunks = malloc((size_t)TE_MAX(num_ops, 1) * sizeof *program->chunks);
     program->plans = calloc((size_t)TE_MAX(program->num_kv_groups, 1), sizeof *program->plans);
-    if (!program->ops || !program->chunks || !program->plans) {
+    if (!program->ops || !program->following || !program->chunks || !program->plans) {
         free(program->ops);
+        free(program->following);
         free(program->chunks);
         free(program->plans);
         free(program);
@@ -90,14 +141,18 @@ TE_API TeProgram *te_program_create(const TeOp *ops, int32_t num_ops)
     }
     memcpy(program->ops, ops, (size_t)num_ops * sizeof *ops);
     program->num_ops = num_ops;
+    find_following(program);
     return program;
 }
 
 TE_API void te_program_destroy(TeProgram *program)
 {
-    for (int32_t i = 0; i < program->num_kv_groups; i++)
+    for (int32_t i = 0; i < program->num_kv_groups; i++) {
         free(program->plans[i].tasks);
+        free(program->plans[i].piece_offsets);
+    }
     free(program->ops);
+    free(program->following);
     free(program->chunks);
     free(program->plans);
     free(program->partials);
@@ -125,6 +180,12 @@ static int32_t rows_per_strip(const TeTiles *tiles)
 static int32_t strips_of(const TeTiles *tiles)
 {
     return divide_up(tiles->rows, rows_per_strip(tiles));
+}
+
+/* Of all heads' keys and values of TE_KV_TOKENS tokens, which lie together. */
+static int32_t piece_bytes(const TeCache *cache)
+{
+    return cache->num_kv_heads * TE_KV_TOKENS * (cache->head_dim + cache->padded_dim) * (int32_t)sizeof(uint16_t);
 }
 
 /* How a product is cut: over strips, and where there are many tokens over these too, in multiples of 8. */
@@ -204,19 +265,64 @@ static int32_t num_chunks(const TeProgram *program, const TeOp *op)
     }
 }
 
-static void run_linear(const TeProgram *program, const TeOp *op, int32_t rows, int32_t chunk)
+/* Where the strips of chunk `chunk` begin. */
+static const uint8_t *chunk_tiles(const TeProgram *program, int32_t op, int32_t chunk)
 {
-    const TeLinear *linear = &op->linear;
+    const TeTiles *tiles = &program->ops[op].linear.tiles;
+    const LinearBlock block = linear_block(program, tiles, rows_of(program, &program->ops[op]));
+    const int32_t strip_chunks = divide_up(strips_of(tiles), block.strips);
+    return tiles->data + (size_t)(chunk % strip_chunks * block.strips) * te_tile_strip_bytes(tiles->kind, tiles->columns);
+}
+
+/* Threads mostly take turns: the chunk that this one will take next, of this product or the following one, and its
+ * part of the keys and values that the next attention will read. Attention waits for memory, products do not. */
+static TeAhead ahead_of(const TeProgram *program, int32_t op, int32_t rows, int32_t chunk)
+{
+    const Following *following = &program->following[op];
+    const int32_t num_chunks = program->chunks[op], next_chunk = chunk + program->num_threads;
+    TeAhead ahead = {0};
+    int32_t next = next_chunk < num_chunks ? op : following->linear;
+    if (next >= 0) {
+        const TeTiles *tiles = &program->ops[next].linear.tiles;
+        ahead.tiles = chunk_tiles(program, next, next == op ? next_chunk
+                                                            : TE_MIN(next_chunk - num_chunks, program->chunks[next] - 1));
+        ahead.strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
+    }
+    if (following->attention < 0 || rows < TE_PANEL_MIN_TOKENS)
+        return ahead;
+    const TeAttention *attention = &program->ops[following->attention].attention;
+    const AttentionPlan *plan = &program->plans[attention->kv_group];
+    const TeCache *cache = &program->step.caches[attention->kv_group];
+    const double part = (following->end_part - following->first_part) / num_chunks;
+    const int32_t first = (int32_t)(plan->num_pieces * (following->first_part + part * chunk));
+    const int32_t end = (int32_t)(plan->num_pieces * (following->first_part + part * (chunk + 1)));
+    const TeTiles *tiles = &program->ops[op].linear.tiles;
+    const LinearBlock block = linear_block(program, tiles, rows);
+    const int64_t visits = (int64_t)tiles->groups * TE_MAX(1, block.strips / TE_PANEL_STRIPS) * (block.tokens / 4);
+    ahead.base = (const uint8_t *)(cache->data + attention->layer * cache->layer_size);
+    ahead.offsets = plan->piece_offsets + first;
+    ahead.num_pieces = end - first;
+    ahead.piece_bytes = piece_bytes(cache);
+    ahead.num_lines = divide_up((int64_t)ahead.num_pieces * (ahead.piece_bytes / 64), visits);
+    return ahead;
+}
+
+static void run_linear(const TeProgram *program, int32_t index, int32_t rows, int32_t chunk)
+{
+    const TeLinear *linear = &program->ops[index].linear;
     const LinearBlock block = linear_block(program, &linear->tiles, rows);
     const int32_t strips = strips_of(&linear->tiles), strip_chunks = divide_up(strips, block.strips);
     const int32_t strip = chunk % strip_chunks * block.strips, token = chunk / strip_chunks * block.tokens;
     const int32_t end_strip = TE_MIN(strip + block.strips, strips), end = TE_MIN(token + block.tokens, rows);
+    TeAhead ahead = {0};
+    if (is_quantized_linear(&program->ops[index]))
+        ahead = ahead_of(program, index, rows, chunk);
     if (linear->may_round)
         te_kernels()->rounded_linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip,
                                      end_strip, token, end);
     else
         te_kernels()->linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip, end_strip,
-                             token, end);
+                             token, end, &ahead);
 }
 
 static void run_activated_linear(const TeProgram *program, const TeOp *op, int32_t rows, int32_t chunk, float *scratch)
@@ -236,7 +342,7 @@ static void run_activated_linear(const TeProgram *program, const TeOp *op, int32
     float *out = linear->out ? linear->out + (int64_t)token * width + column : scratch;
     const int64_t stride = linear->out ? width : ACTIVATED_COLUMNS;
     te_kernels()->linear(&tiles, (const char *)linear->x + (size_t)token * x_bytes,
-                         linear->bias ? linear->bias + column : NULL, out, stride, 0, strips_of(&tiles), 0, num_tokens);
+                         linear->bias ? linear->bias + column : NULL, out, stride, 0, strips_of(&tiles), 0, num_tokens, NULL);
     for (int32_t i = 0; i < num_tokens; i++)
         te_kernels()->activate(out + i * stride, num_columns, linear->activation, linear->out ? out + i * stride : NULL,
                                linear->groups ? linear->groups + (int64_t)(token + i) * groups + column / TE_GROUP
@@ -251,7 +357,7 @@ static void run_expert_linear(const TeProgram *program, const TeOp *op, int32_t 
     const int32_t first = linear->starts[expert], end = linear->starts[expert + 1];
     if (first < end)
         te_kernels()->linear(&linear->tiles[expert], linear->x, NULL, linear->out, linear->out_stride, strip,
-                             TE_MIN(strip + per_chunk, strips), first, end);
+                             TE_MIN(strip + per_chunk, strips), first, end, NULL);
 }
 
 /* The experts of one token with the largest logits; of equal ones those with lower numbers. Softmax over all. */
@@ -447,7 +553,7 @@ static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t threa
     const int32_t rows = rows_of(program, op);
     switch (op->kind) {
     case TE_OP_LINEAR:
-        run_linear(program, op, rows, chunk);
+        run_linear(program, index, rows, chunk);
         break;
     case TE_OP_ACTIVATED_LINEAR:
         run_activated_linear(program, op, rows, chunk, program->scratch + (size_t)thread * program->scratch_floats);
@@ -551,6 +657,30 @@ static void plan_tasks(const TeProgram *program, AttentionPlan *plan, int32_t gr
     plan->num_tasks = count;
 }
 
+/* Which keys and values a step of many tokens reads, as far as a cache may hold them. */
+static int plan_pieces(const TeProgram *program, AttentionPlan *plan, int32_t kv_group, int32_t window)
+{
+    const TeStep *step = &program->step;
+    const TeCache *cache = &step->caches[kv_group];
+    const int32_t most = MAX_FETCHED_BYTES / piece_bytes(cache);
+    plan->num_pieces = 0;
+    if (step->num_tokens < TE_PANEL_MIN_TOKENS)
+        return 1;
+    if (!reserve((void **)&plan->piece_offsets, &plan->piece_offset_bytes, (size_t)most * sizeof(int64_t)))
+        return 0;
+    for (int32_t sequence = 0; sequence < step->num_sequences; sequence++) {
+        const int32_t *blocks = step->block_table + ((int64_t)kv_group * step->num_sequences + sequence) * step->max_blocks;
+        const int32_t length = step->seq_lens[sequence];
+        const int32_t queries = step->query_start[sequence + 1] - step->query_start[sequence];
+        const int32_t first = window ? TE_MAX(length - queries - window + 1, 0) / TE_KV_TOKENS * TE_KV_TOKENS : 0;
+        for (int32_t place = first; place < length && plan->num_pieces < most; place += TE_KV_TOKENS) {
+            const int64_t slot = (int64_t)blocks[place / cache->block_size] * cache->block_size + place % cache->block_size;
+            plan->piece_offsets[plan->num_pieces++] = slot / TE_KV_TOKENS * piece_bytes(cache);
+        }
+    }
+    return 1;
+}
+
 /* Plans the attention of one KV group's layers, and reserves memory for it. */
 static int prepare_group(TeProgram *program, int32_t kv_group)
 {
@@ -572,6 +702,8 @@ static int prepare_group(TeProgram *program, int32_t kv_group)
     if (!reserve((void **)&plan->tasks, &plan->task_bytes, (size_t)plan->num_tasks * sizeof(TeAttentionTask)))
         return 0;
     plan_tasks(program, plan, group, window, plan->tasks);
+    if (!plan_pieces(program, plan, kv_group, window))
+        return 0;
     size_t num_partials = plan->num_merges ? (size_t)plan->merge_partial[plan->num_merges] : 0;
     size_t partial_bytes = num_partials * (size_t)num_heads * (2 + (size_t)cache->padded_dim) * sizeof(float);
     size_t scratch_floats = te_attention_scratch_floats(TE_MAX(QUERY_ROWS, group), cache->padded_dim);

@@ -142,6 +142,19 @@ typedef struct {
     const int32_t *lora_slots; /* [tokens]: 0 is no adapter; null where that holds for all */
 } TeStep;
 
+/* What a thread will want soon, and fetches into its caches while it multiplies. Only hints: results do not depend on it. */
+typedef struct {
+    const uint8_t *tiles; /* of the quantized strips with which it will go on, most likely; or null */
+    size_t strip_bytes;
+    const uint8_t *base;    /* then pieces: keys and values of the next attention */
+    const int64_t *offsets; /* of each, bytes */
+    int32_t num_pieces;
+    int32_t piece_bytes; /* a multiple of 64 */
+    int32_t num_lines;   /* so many lines of 64 bytes at a time */
+    int32_t piece;       /* where it is */
+    int32_t place;
+} TeAhead;
+
 /* What an adapter adds to `num_rows` outputs of a product of so many columns: b^T (a^T x). */
 typedef struct {
     const float *a; /* [columns][rank, rounded up to 16] */
@@ -161,9 +174,9 @@ typedef struct {
     /* groups[ceil(width / 32)] of one row; the last is filled up with zeros. */
     void (*quantize)(const float *x, int32_t width, TeGroup *groups);
     /* Row strips [first_strip, end_strip) of tokens [first, end). `x` are TeGroup rows of tiles->groups for quantized
-     * tiles, else float rows of tiles->columns. */
+     * tiles, else float rows of tiles->columns. `ahead` may be null. */
     void (*linear)(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
-                   int32_t first_strip, int32_t end_strip, int32_t first, int32_t end);
+                   int32_t first_strip, int32_t end_strip, int32_t first, int32_t end, const TeAhead *ahead);
     /* The same of float tiles, whose numbers and those of x may be rounded to bfloat16 before they are multiplied. */
     void (*rounded_linear)(const TeTiles *tiles, const float *x, const float *bias, float *out, int64_t out_stride,
                            int32_t first_strip, int32_t end_strip, int32_t first, int32_t end);

@@ -171,8 +171,20 @@ TE_INLINE void store_strip(float *out, vf value, const float *bias, int32_t row,
         out[row + i] = bias ? value[i] + bias[row + i] : value[i];
 }
 
+TE_INLINE void fetch_ahead(TeAhead *ahead)
+{
+    for (int32_t i = 0; i < ahead->num_lines && ahead->piece < ahead->num_pieces; i++) {
+        __builtin_prefetch(ahead->base + ahead->offsets[ahead->piece] + ahead->place, 0, 2);
+        ahead->place += 64;
+        if (ahead->place >= ahead->piece_bytes) {
+            ahead->place = 0;
+            ahead->piece++;
+        }
+    }
+}
+
 TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, const TeGroup *x, const float *bias,
-                               float *out, int64_t out_stride, int32_t strip, int32_t token)
+                               float *out, int64_t out_stride, int32_t strip, int32_t token, TeAhead *ahead)
 {
     const int32_t groups = tiles->groups;
     const int header = kind == TE_INT8 ? 16 : 32;
@@ -190,6 +202,8 @@ TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, c
         /* Measured: with little to compute the processor looks ahead by itself, and hints disturb it. */
         for (int line = 0; num_tokens >= 4 && line < tile_bytes; line += 64)
             __builtin_prefetch(tile + 2048 + line);
+        if (num_tokens >= 4)
+            fetch_ahead(ahead);
 #pragma GCC unroll 4
         for (int t = 0; t < num_tokens; t++) {
             const TeGroup *xt = rows + (int64_t)t * groups;
@@ -231,9 +245,10 @@ TE_INLINE void unpack_tile(int kind, const uint8_t *tile, int strip, PanelTile *
 
 /* sums[token][row] goes on over the panel's groups with the operations of quantized_block. Here all tokens go through
  * column after column: a broadcast serves 32 rows, and the dot products, each a chain of eight, advance together.
- * Meanwhile `num_next` strips of tiles are fetched, of which the next panel will be made. */
+ * Meanwhile `num_next` strips of tiles are fetched, of which the next panel will be made, and what `ahead` says. */
 TE_INLINE void panel_block(int kind, int num_tokens, const PanelTile *panel, int32_t num_groups, const TeGroup *x,
-                           int64_t x_stride, float *sums, const uint8_t *next, size_t next_stride, int32_t num_next)
+                           int64_t x_stride, float *sums, const uint8_t *next, size_t next_stride, int32_t num_next,
+                           TeAhead *ahead)
 {
     const int tile_bytes = (kind == TE_INT8 ? 16 : 32) + (kind == TE_INT4 ? 128 : 256);
     __m512 acc[PANEL_BLOCK][PANEL_HALVES];
@@ -252,6 +267,7 @@ TE_INLINE void panel_block(int kind, int num_tokens, const PanelTile *panel, int
         for (int32_t strip = 0; strip < num_next; strip++)
             for (int line = 0; line < tile_bytes; line += 64)
                 __builtin_prefetch(next + (size_t)strip * next_stride + line);
+        fetch_ahead(ahead);
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++) {
             const __m512i low = _mm512_load_si512(panel->quads[0][j]), high = _mm512_load_si512(panel->quads[1][j]);
@@ -283,9 +299,10 @@ TE_INLINE void panel_block(int kind, int num_tokens, const PanelTile *panel, int
             _mm512_storeu_ps(sums + t * PANEL_ROWS + 16 * h, acc[t][h]);
 }
 
-/* Up to TE_PANEL_STRIPS strips and PANEL_TOKENS tokens. */
+/* Up to TE_PANEL_STRIPS strips and PANEL_TOKENS tokens. `after` are the strips that come next, or null. */
 TE_INLINE void panel_product(int kind, const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,
-                             int64_t out_stride, int32_t strip, int32_t num_strips, int32_t first, int32_t count)
+                             int64_t out_stride, int32_t strip, int32_t num_strips, int32_t first, int32_t count,
+                             const uint8_t *after, size_t after_stride, TeAhead *ahead)
 {
     PanelTile panel[PANEL_GROUPS];
     float sums[PANEL_TOKENS * PANEL_ROWS];
@@ -304,13 +321,14 @@ TE_INLINE void panel_product(int kind, const TeTiles *tiles, const TeGroup *x, c
                             panel + g);
         const int is_last = group + groups_per_panel >= groups;
         tile += (size_t)num_groups * tile_bytes;
-        const uint8_t *next = is_last ? tile + (TE_PANEL_STRIPS - 1) * strip_bytes : tile;
+        const uint8_t *next = is_last ? after : tile;
+        const size_t next_stride = is_last ? after_stride : strip_bytes;
         const TeGroup *columns = x + (int64_t)first * groups + group;
         for (int32_t token = 0, fetched = 0; token < count; fetched += fetched_per_block) {
-            const int32_t num_next = TE_MAX(0, TE_MIN(fetched_per_block, TE_PANEL_STRIPS - fetched));
+            const int32_t num_next = next ? TE_MAX(0, TE_MIN(fetched_per_block, TE_PANEL_STRIPS - fetched)) : 0;
 #define TE_TOKENS(n)                                                                                                   \
     panel_block(kind, n, panel, num_groups, columns + (int64_t)token * groups, groups, sums + token * PANEL_ROWS,      \
-                next + (size_t)fetched * strip_bytes, strip_bytes, num_next);                                          \
+                next + (size_t)fetched * next_stride, next_stride, num_next, ahead);                                   \
     token += n
             if (count - token >= 4) {
                 TE_TOKENS(4);
@@ -330,14 +348,20 @@ TE_INLINE void panel_product(int kind, const TeTiles *tiles, const TeGroup *x, c
 #endif
 
 TE_INLINE void quantized_linear(int kind, const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,
-                                int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
+                                int64_t out_stride, int32_t first_strip, int32_t end_strip, int32_t first, int32_t end,
+                                TeAhead *ahead)
 {
     int32_t token = first;
 #if defined(__AVX512VNNI__)
+    const size_t strip_bytes = te_tile_strip_bytes(kind, tiles->columns);
     for (; end - token >= TE_PANEL_MIN_TOKENS; token = TE_MIN(token + PANEL_TOKENS, end))
-        for (int32_t strip = first_strip; strip < end_strip; strip += TE_PANEL_STRIPS)
+        for (int32_t strip = first_strip; strip < end_strip; strip += TE_PANEL_STRIPS) {
+            const int32_t following = strip + TE_PANEL_STRIPS, is_last = following >= end_strip;
             panel_product(kind, tiles, x, bias, out, out_stride, strip, TE_MIN(TE_PANEL_STRIPS, end_strip - strip),
-                          token, TE_MIN(PANEL_TOKENS, end - token));
+                          token, TE_MIN(PANEL_TOKENS, end - token),
+                          is_last ? ahead->tiles : tiles->data + (size_t)following * strip_bytes,
+                          is_last ? ahead->strip_bytes : strip_bytes, ahead);
+        }
 #endif
     while (token < end) {
         int32_t count = end - token;
@@ -345,7 +369,7 @@ TE_INLINE void quantized_linear(int kind, const TeTiles *tiles, const TeGroup *x
          * one is enough to keep the processor busy, since the dot products of its groups do not wait for each other. */
 #define TE_TOKENS(n)                                                                                                   \
     for (int32_t strip = first_strip; strip < end_strip; strip++)                                                      \
-        quantized_block(kind, n, tiles, x, bias, out, out_stride, strip, token);                                       \
+        quantized_block(kind, n, tiles, x, bias, out, out_stride, strip, token, ahead);                                \
     token += n
         if (TE_MAX_TOKENS >= 4 && count >= 4) {
             TE_TOKENS(4);
@@ -361,9 +385,9 @@ TE_INLINE void quantized_linear(int kind, const TeTiles *tiles, const TeGroup *x
 #define TE_QUANTIZED(name, kind)                                                                                       \
     static __attribute__((noinline)) void name(const TeTiles *tiles, const TeGroup *x, const float *bias, float *out,  \
                                                int64_t out_stride, int32_t first_strip, int32_t end_strip,             \
-                                               int32_t first, int32_t end)                                             \
+                                               int32_t first, int32_t end, TeAhead *ahead)                             \
     {                                                                                                                  \
-        quantized_linear(kind, tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);                   \
+        quantized_linear(kind, tiles, x, bias, out, out_stride, first_strip, end_strip, first, end, ahead);            \
     }
 TE_QUANTIZED(linear_int4, TE_INT4)
 TE_QUANTIZED(linear_int8, TE_INT8)
@@ -569,17 +593,17 @@ static __attribute__((noinline)) void linear_f32(const TeTiles *tiles, const flo
 }
 
 static void linear_piece(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
-                         int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
+                         int32_t first_strip, int32_t end_strip, int32_t first, int32_t end, TeAhead *ahead)
 {
     switch (tiles->kind) {
     case TE_INT4:
-        linear_int4(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+        linear_int4(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end, ahead);
         break;
     case TE_INT8:
-        linear_int8(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+        linear_int8(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end, ahead);
         break;
     case TE_INT8_AFFINE:
-        linear_int8_affine(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+        linear_int8_affine(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end, ahead);
         break;
     case TE_F16:
         linear_f16(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
@@ -591,13 +615,18 @@ static void linear_piece(const TeTiles *tiles, const void *x, const float *bias,
 
 /* Weights that all tokens go through, a few at a time, should stay in the processor's own cache meanwhile. */
 static void linear(const TeTiles *tiles, const void *x, const float *bias, float *out, int64_t out_stride,
-                   int32_t first_strip, int32_t end_strip, int32_t first, int32_t end)
+                   int32_t first_strip, int32_t end_strip, int32_t first, int32_t end, const TeAhead *ahead)
 {
+    TeAhead own = ahead ? *ahead : (TeAhead){0};
     const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
     const int32_t strips_in_cache = TE_MAX(2, (int32_t)(CACHED_BYTES / strip_bytes));
     const int32_t step = end - first <= TE_MAX_TOKENS ? end_strip - first_strip : strips_in_cache;
-    for (int32_t strip = first_strip; strip < end_strip; strip += step)
-        linear_piece(tiles, x, bias, out, out_stride, strip, TE_MIN(strip + step, end_strip), first, end);
+    for (int32_t strip = first_strip; strip < end_strip; strip += step) {
+        const int is_last = strip + step >= end_strip;
+        own.tiles = is_last ? ahead ? ahead->tiles : NULL : tiles->data + (size_t)(strip + step) * strip_bytes;
+        own.strip_bytes = is_last && ahead ? ahead->strip_bytes : strip_bytes;
+        linear_piece(tiles, x, bias, out, out_stride, strip, TE_MIN(strip + step, end_strip), first, end, &own);
+    }
 }
 
 /* ---- float tiles and rows rounded to bfloat16, in pairs of columns: twice as many products in an instruction ---- */
@@ -711,7 +740,7 @@ static void rounded_linear(const TeTiles *tiles, const float *x, const float *bi
         return;
     }
 #endif
-    linear(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end);
+    linear(tiles, x, bias, out, out_stride, first_strip, end_strip, first, end, NULL);
 }
 
 #endif
