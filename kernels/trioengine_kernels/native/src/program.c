@@ -281,8 +281,8 @@ static TeAhead ahead_of(const TeProgram *program, int32_t op, int32_t rows, int3
     const Following *following = &program->following[op];
     const int32_t num_chunks = program->chunks[op], next_chunk = chunk + program->num_threads;
     TeAhead ahead = {0};
-    int32_t next = next_chunk < num_chunks ? op : following->linear;
-    if (next >= 0) {
+    const int32_t next = next_chunk < num_chunks ? op : following->linear;
+    if (next >= 0 && program->chunks[next] > 0) {
         const TeTiles *tiles = &program->ops[next].linear.tiles;
         ahead.tiles = chunk_tiles(program, next, next == op ? next_chunk
                                                             : TE_MIN(next_chunk - num_chunks, program->chunks[next] - 1));

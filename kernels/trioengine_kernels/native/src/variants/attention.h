@@ -84,6 +84,170 @@ TE_INLINE void softmax_row(float *scores, int32_t num_keys, int32_t low, int32_t
     *sum = vf_sum(sums[0] + sums[1]);
 }
 
+#if defined(__AVX512VNNI__)
+/* ---- a few rows, such as those of one token: all sums of a split stay in registers ---- */
+
+#define FEW_ROWS 6
+
+TE_INLINE __m512 wide_half(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+/* Scores of `num_units` units of keys, as half_product works them out. Meanwhile the keys `next` are fetched. */
+TE_INLINE void few_scores(int num_rows, int num_units, const float *queries, int32_t dim, const uint16_t *const *keys,
+                          const uint16_t *const *next, int64_t next_offset, float *scores)
+{
+    __m512 acc[FEW_ROWS][8];
+    for (int r = 0; r < num_rows; r++)
+        for (int u = 0; u < num_units; u++)
+            acc[r][u] = _mm512_setzero_ps();
+    for (int32_t k = 0; k < dim; k++) {
+        __m512 columns[8];
+        for (int u = 0; u < num_units; u++) {
+            columns[u] = wide_half(keys[u] + (int64_t)k * TE_KV_TOKENS);
+            if ((k ^ u) & 1)
+                __builtin_prefetch(next[u] + next_offset + (int64_t)k * TE_KV_TOKENS);
+        }
+        for (int r = 0; r < num_rows; r++) {
+            const __m512 x = _mm512_set1_ps(queries[r * dim + k]);
+            for (int u = 0; u < num_units; u++)
+                acc[r][u] = _mm512_fmadd_ps(x, columns[u], acc[r][u]);
+        }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int u = 0; u < num_units; u++)
+            _mm512_storeu_ps(scores + r * TE_KV_SPLIT + u * TE_KV_TOKENS, acc[r][u]);
+}
+
+/* Weighted values of all units, columns [16 w, 16 (w + num_wide)) for each row. */
+TE_INLINE void few_values(int num_rows, int num_wide, const float *weights, const uint16_t *const *keys,
+                          int32_t num_units, int32_t num_keys, int64_t values_offset, int32_t padded, float *out)
+{
+    __m512 acc[FEW_ROWS][4];
+    for (int r = 0; r < num_rows; r++)
+        for (int w = 0; w < num_wide; w++)
+            acc[r][w] = _mm512_setzero_ps();
+    for (int32_t unit = 0; unit < num_units; unit++) {
+        const uint16_t *values = keys[unit] + values_offset;
+        const uint16_t *next = keys[TE_MIN(unit + 2, num_units - 1)] + values_offset;
+        const float *unit_weights = weights + unit * TE_KV_TOKENS;
+        const int32_t count = TE_MIN(TE_KV_TOKENS, num_keys - unit * TE_KV_TOKENS);
+        for (int32_t k = 0; k < count; k++, values += padded) {
+            __m512 columns[4];
+            for (int w = 0; w < num_wide; w++) {
+                columns[w] = wide_half(values + w * 16);
+                if (w % 2 == 0)
+                    __builtin_prefetch(next + (int64_t)k * padded + w * 16);
+            }
+            for (int r = 0; r < num_rows; r++) {
+                const __m512 x = _mm512_set1_ps(unit_weights[r * TE_KV_SPLIT + k]);
+                for (int w = 0; w < num_wide; w++)
+                    acc[r][w] = _mm512_fmadd_ps(x, columns[w], acc[r][w]);
+            }
+        }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int w = 0; w < num_wide; w++)
+            _mm512_storeu_ps(out + r * padded + w * 16, acc[r][w]);
+}
+
+/* vf_exp, twice as wide: the same operations. */
+TE_INLINE __m512 wide_exp(__m512 x)
+{
+    const __mmask16 is_tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ);
+    __m512 bounded = _mm512_mask_mov_ps(x, is_tiny, _mm512_set1_ps(-87.3f));
+    bounded = _mm512_mask_mov_ps(bounded, _mm512_cmp_ps_mask(bounded, _mm512_set1_ps(88.3f), _CMP_GT_OQ),
+                                 _mm512_set1_ps(88.3f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504088896341f)),
+                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-0.693359375f), bounded);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    const __m512 scaled = _mm512_mul_ps(p, (__m512)_mm512_slli_epi32(exponent, 23)); /* a NaN in p stays */
+    return _mm512_maskz_mov_ps(_mm512_knot(is_tiny), scaled);
+}
+
+/* softmax_row with vectors of sixteen: the same operations. Without a soft cap. */
+static __attribute__((noinline)) void wide_softmax_row(float *scores, int32_t num_keys, int32_t low, int32_t high,
+                                                       float scale, float *max, float *sum)
+{
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i lowest = _mm512_set1_epi32(low), highest = _mm512_set1_epi32(high);
+    const __m512 nothing = _mm512_set1_ps(-INFINITY), scales = _mm512_set1_ps(scale);
+    __mmask16 seen[TE_KV_SPLIT / 16];
+    __m512 largest = nothing, total = _mm512_setzero_ps();
+    for (int32_t i = 0; i < num_keys; i += 16) {
+        const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32(i));
+        seen[i / 16] = _mm512_cmp_epi32_mask(place, lowest, _MM_CMPINT_NLT) &
+                       _mm512_cmp_epi32_mask(place, highest, _MM_CMPINT_LE);
+        const __m512 score = _mm512_mask_mov_ps(nothing, seen[i / 16], _mm512_mul_ps(_mm512_loadu_ps(scores + i), scales));
+        largest = _mm512_max_ps(largest, score);
+        _mm512_storeu_ps(scores + i, score);
+    }
+    const float row_max = vf_largest(vf_max((vf)_mm512_castps512_ps256(largest), (vf)_mm512_extractf32x8_ps(largest, 1)));
+    const __m512 maxes = _mm512_set1_ps(row_max);
+    for (int32_t i = 0; i < num_keys; i += 16) {
+        const __m512 weight = _mm512_maskz_mov_ps(seen[i / 16], wide_exp(_mm512_sub_ps(_mm512_loadu_ps(scores + i), maxes)));
+        total = _mm512_add_ps(total, weight);
+        _mm512_storeu_ps(scores + i, weight);
+    }
+    *max = row_max == -INFINITY ? NAN : row_max;
+    *sum = vf_sum((vf)_mm512_castps512_ps256(total) + (vf)_mm512_extractf32x8_ps(total, 1));
+}
+
+#define TE_FEW(rows, units)                                                                                            \
+    static __attribute__((noinline)) void few_scores_##rows(const float *queries, int32_t dim,                         \
+                                                            const uint16_t *const *keys, int32_t num_units,            \
+                                                            float *scores)                                             \
+    {                                                                                                                  \
+        int32_t unit = 0;                                                                                              \
+        const int64_t values = (int64_t)dim * TE_KV_TOKENS;                                                            \
+        for (; unit + units <= num_units; unit += units) {                                                             \
+            const int is_last = unit + 2 * units > num_units;                                                          \
+            few_scores(rows, units, queries, dim, keys + unit, is_last ? keys : keys + unit + units,                   \
+                       is_last ? values : 0, scores + unit * TE_KV_TOKENS);                                            \
+        }                                                                                                              \
+        if (num_units - unit >= 2) {                                                                                   \
+            few_scores(rows, 2, queries, dim, keys + unit, keys, values, scores + unit * TE_KV_TOKENS);                \
+            unit += 2;                                                                                                 \
+        }                                                                                                              \
+        for (; unit < num_units; unit++)                                                                               \
+            few_scores(rows, 1, queries, dim, keys + unit, keys, values, scores + unit * TE_KV_TOKENS);                \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void few_values_##rows(const float *weights, const uint16_t *const *keys,         \
+                                                            int32_t num_units, int32_t num_keys, int32_t dim,          \
+                                                            int32_t padded, float *out)                                \
+    {                                                                                                                  \
+        const int64_t offset = (int64_t)dim * TE_KV_TOKENS;                                                            \
+        int32_t w = 0;                                                                                                 \
+        for (; w + 64 <= padded; w += 64)                                                                              \
+            few_values(rows, 4, weights, keys, num_units, num_keys, offset + w, padded, out + w);                      \
+        for (; w < padded; w += 16)                                                                                    \
+            few_values(rows, 1, weights, keys, num_units, num_keys, offset + w, padded, out + w);                      \
+    }
+TE_FEW(1, 8)
+TE_FEW(2, 4)
+TE_FEW(3, 4)
+TE_FEW(4, 4)
+TE_FEW(5, 4)
+TE_FEW(6, 4)
+#undef TE_FEW
+
+static void (*const few_scores_of[])(const float *, int32_t, const uint16_t *const *, int32_t, float *) = {
+    few_scores_1, few_scores_2, few_scores_3, few_scores_4, few_scores_5, few_scores_6};
+static void (*const few_values_of[])(const float *, const uint16_t *const *, int32_t, int32_t, int32_t, int32_t,
+                                     float *) = {few_values_1, few_values_2, few_values_3,
+                                                 few_values_4, few_values_5, few_values_6};
+#endif
+
 /* scratch: states, values so far, values of the split, scores, queries; see te_attention_scratch_floats. */
 static void attention(const TeAttention *attention, const TeStep *step, const TeAttentionTask *task, int32_t kv_head,
                       float *scratch)
@@ -115,8 +279,6 @@ static void attention(const TeAttention *attention, const TeStep *step, const Te
         if (first_unit >= end_unit)
             continue;
         const int32_t unit_keys = (end_unit - first_unit) * TE_KV_TOKENS;
-        memset(scores, 0, (size_t)num_rows * TE_KV_SPLIT * sizeof(float));
-        memset(split_values, 0, (size_t)num_rows * (size_t)padded * sizeof(float));
         const uint16_t *keys[TE_KV_SPLIT / TE_KV_TOKENS];
         for (int32_t unit = first_unit; unit < end_unit; unit++) {
             int32_t place = start + unit * TE_KV_TOKENS;
@@ -124,21 +286,46 @@ static void attention(const TeAttention *attention, const TeStep *step, const Te
             keys[unit] = te_cache_keys(cache, attention->layer, slot, kv_head);
             __builtin_prefetch(keys[unit]);
         }
-        for (int32_t unit = first_unit; unit < end_unit; unit++)
-            half_product(num_rows, 1, queries, dim, keys[unit], TE_KV_TOKENS, 0, dim,
-                          scores + (unit - first_unit) * TE_KV_TOKENS, TE_KV_SPLIT, 0);
+#if defined(__AVX512VNNI__)
+        const int is_few = num_rows <= FEW_ROWS;
+        if (is_few)
+            few_scores_of[num_rows - 1](queries, dim, keys + first_unit, end_unit - first_unit, scores);
+#else
+        const int is_few = 0;
+#endif
+        if (!is_few) {
+            memset(scores, 0, (size_t)num_rows * TE_KV_SPLIT * sizeof(float));
+            for (int32_t unit = first_unit; unit < end_unit; unit++)
+                half_product(num_rows, 1, queries, dim, keys[unit], TE_KV_TOKENS, 0, dim,
+                             scores + (unit - first_unit) * TE_KV_TOKENS, TE_KV_SPLIT, 0);
+        }
         float maxes[num_rows], sums[num_rows];
         for (int32_t r = 0; r < num_rows; r++) {
             int32_t place = first_place + r / group - start - first_unit * TE_KV_TOKENS;
             int32_t lowest = attention->window ? TE_MAX(place - attention->window + 1, 0) : 0;
+#if defined(__AVX512VNNI__)
+            if (attention->soft_cap == 0.0f && lowest <= TE_MIN(place, unit_keys - 1)) {
+                wide_softmax_row(scores + (int64_t)r * TE_KV_SPLIT, unit_keys, lowest, TE_MIN(place, unit_keys - 1),
+                                 attention->scale, &maxes[r], &sums[r]);
+                continue;
+            }
+#endif
             softmax_row(scores + (int64_t)r * TE_KV_SPLIT, unit_keys, lowest, TE_MIN(place, unit_keys - 1),
                         attention->scale, attention->soft_cap, &maxes[r], &sums[r]);
         }
-        for (int32_t unit = first_unit; unit < end_unit; unit++)
-            /* Places behind the last key hold anything, NaN too, which a weight of 0 would not undo. */
-            half_product(num_rows, padded / TE_KV_TOKENS, scores + (unit - first_unit) * TE_KV_TOKENS, TE_KV_SPLIT,
-                          keys[unit] + (int64_t)dim * TE_KV_TOKENS, padded, TE_KV_TOKENS,
-                          TE_MIN(TE_KV_TOKENS, num_keys - unit * TE_KV_TOKENS), split_values, padded, TE_KV_TOKENS);
+        /* Places behind the last key hold anything, NaN too, which a weight of 0 would not undo. */
+#if defined(__AVX512VNNI__)
+        if (is_few)
+            few_values_of[num_rows - 1](scores, keys + first_unit, end_unit - first_unit,
+                                        num_keys - first_unit * TE_KV_TOKENS, dim, padded, split_values);
+#endif
+        if (!is_few) {
+            memset(split_values, 0, (size_t)num_rows * (size_t)padded * sizeof(float));
+            for (int32_t unit = first_unit; unit < end_unit; unit++)
+                half_product(num_rows, padded / TE_KV_TOKENS, scores + (unit - first_unit) * TE_KV_TOKENS, TE_KV_SPLIT,
+                             keys[unit] + (int64_t)dim * TE_KV_TOKENS, padded, TE_KV_TOKENS,
+                             TE_MIN(TE_KV_TOKENS, num_keys - unit * TE_KV_TOKENS), split_values, padded, TE_KV_TOKENS);
+        }
         for (int32_t r = 0; r < num_rows; r++)
             merge_split(&states[r], values + (int64_t)r * padded, maxes[r], sums[r], split_values + (int64_t)r * padded,
                         padded);
