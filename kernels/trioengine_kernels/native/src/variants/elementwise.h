@@ -40,6 +40,28 @@ TE_INLINE void quantize_group(const vf x[4], TeGroup *group)
     group->unused = 0;
 }
 
+#if defined(__AVX512VNNI__)
+/* The same of two vectors of sixteen. */
+TE_INLINE void wide_quantize_group(__m512 low, __m512 high, TeGroup *group)
+{
+    const float max = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    const float poison = _mm512_reduce_add_ps(_mm512_add_ps(low, high)) * 0.0f;
+    const float scale = max / 127.0f;
+    const int is_usable = poison == 0.0f && scale >= 1e-30f;
+    const __mmask16 usable = is_usable ? 0xffff : 0;
+    const __m512 inverse = _mm512_set1_ps(is_usable ? 127.0f / max : 0.0f);
+    const __m512i first = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, low, inverse));
+    const __m512i second = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, high, inverse));
+    const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    _mm_storeu_si128((__m128i *)group->q, _mm512_cvtepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(group->q + 16), _mm512_cvtepi32_epi8(second));
+    group->scale = is_usable ? scale : poison;
+    group->sum = group->scale * (float)sum;
+    group->offset = -128 * sum;
+    group->unused = 0;
+}
+#endif
+
 static void quantize(const float *x, int32_t width, TeGroup *groups)
 {
     int32_t first = 0;
@@ -167,10 +189,27 @@ TE_INLINE void activate_group(vf x[4], int32_t activation)
             x[j] = activated(x[j], activation);
 }
 
+#if defined(__AVX512VNNI__)
+TE_INLINE __m512 wide_silu(__m512 x)
+{
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 negative = (__m512)_mm512_xor_si512((__m512i)x, _mm512_set1_epi32(INT32_MIN));
+    return _mm512_mul_ps(x, _mm512_div_ps(one, _mm512_add_ps(one, wide_exp(negative))));
+}
+#endif
+
 static void gated(const float *gate_up, int32_t width, int32_t activation, int32_t first, int32_t end, float *out,
                   TeGroup *groups)
 {
     const float *up = gate_up + width;
+#if defined(__AVX512VNNI__)
+    if (activation == TE_SILU && groups && !out)
+        for (; first + TE_GROUP <= end; first += TE_GROUP)
+            wide_quantize_group(
+                _mm512_mul_ps(wide_silu(_mm512_loadu_ps(gate_up + first)), _mm512_loadu_ps(up + first)),
+                _mm512_mul_ps(wide_silu(_mm512_loadu_ps(gate_up + first + 16)), _mm512_loadu_ps(up + first + 16)),
+                groups + first / TE_GROUP);
+#endif
     for (int32_t i = first; i < end; i += TE_GROUP) {
         float gates[TE_GROUP] = {0}, ups[TE_GROUP] = {0};
         const float *gate_group = gate_up + i, *up_group = up + i;
