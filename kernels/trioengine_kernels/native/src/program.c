@@ -11,7 +11,7 @@
 
 #define MAX_SPLIT_TOKENS 16   /* steps of at most so many tokens are cut along their keys, too */
 #define QUERY_ROWS 24         /* query rows times heads per KV head that an attention task aims at */
-#define WORK_PER_CHUNK 3000000 /* multiplications: some tens of microseconds */
+#define WORK_PER_CHUNK 1200000 /* multiplications: some tens of microseconds */
 #define MIN_WORK_PER_CHUNK 30000 /* a microsecond: less is not worth taking, however many threads there are */
 #define GATED_COLUMNS 512
 #define MAX_FETCHED_BYTES (8 << 20) /* keys and values of one layer that are fetched ahead: part of a common last cache */

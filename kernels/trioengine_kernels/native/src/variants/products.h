@@ -224,6 +224,7 @@ TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, c
 /* Measured: with so many groups and tokens a panel and its activations stay in the first cache. */
 #define PANEL_GROUPS 12
 #define PANEL_TOKENS 64
+#define STREAMED_BYTES (4 << 20) /* results of at least so many bytes, such as logits, go past the caches */
 #define PANEL_BLOCK 4 /* tokens that share a vector of weights; 16 chains of sums, half of the registers */
 
 typedef struct {
@@ -340,9 +341,20 @@ TE_INLINE void panel_product(int kind, const TeTiles *tiles, const TeGroup *x, c
 #undef TE_TOKENS
         }
     }
+    out += (int64_t)first * out_stride;
+    const int is_aligned = (uintptr_t)out % 64 == 0 && out_stride % 16 == 0;
+    const int64_t bytes = (int64_t)count * tiles->rows * (int64_t)sizeof(float);
+    if (bytes >= STREAMED_BYTES && is_aligned && !bias && strip * TE_TILE_ROWS + PANEL_ROWS <= tiles->rows) {
+        for (int32_t t = 0; t < count; t++)
+            for (int32_t h = 0; h < PANEL_HALVES; h++)
+                _mm512_stream_ps(out + t * out_stride + strip * TE_TILE_ROWS + 16 * h,
+                                 _mm512_loadu_ps(sums + t * PANEL_ROWS + 16 * h));
+        _mm_sfence(); /* others may read them when they see that this chunk is done */
+        return;
+    }
     for (int32_t t = 0; t < count; t++)
         for (int32_t s = 0; s < num_strips; s++)
-            store_strip(out + (first + t) * out_stride, vf_load(sums + t * PANEL_ROWS + s * TE_TILE_ROWS), bias,
+            store_strip(out + t * out_stride, vf_load(sums + t * PANEL_ROWS + s * TE_TILE_ROWS), bias,
                         (strip + s) * TE_TILE_ROWS, tiles->rows);
 }
 #endif
