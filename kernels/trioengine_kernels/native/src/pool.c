@@ -1,10 +1,11 @@
 /* Threads that work through a list of operations together.
  *
- * Each operation has a slot with two counters, both stamped with the epoch (the number of the run): chunks left to
- * take, and chunks not yet done. A thread takes a chunk by a compare-and-swap on the first; everyone goes on when the
- * second is zero. So nobody waits for a thread that took nothing: one that wakes late finds empty slots and runs
- * through them, and one that sleeps through the end of a run fails its next compare-and-swap, whose epoch is gone.
- * That is also why the slots belong to the pool and not to the caller's list. */
+ * Of T threads, thread t is to do chunks t, t + T, t + 2 T and so on of each operation, and has a counter for each
+ * operation of those that nobody took, which nobody else writes while it has work of its own: then it takes from the
+ * others'. It says once for each operation how many chunks it did; everyone goes on when no chunk is pending. So nobody
+ * waits for a thread that took nothing: one that wakes late finds counters at zero and runs through them. All counters
+ * are stamped with the epoch (the number of the run): one that sleeps through the end of a run fails its next
+ * compare-and-swap, whose epoch is gone. That is also why they belong to the pool and not to the caller's list. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif
@@ -25,11 +26,6 @@
 #define SPINS_BETWEEN 2000
 
 typedef struct {
-    _Alignas(64) _Atomic uint64_t left; /* epoch << 32 | chunks nobody took */
-    _Atomic uint64_t pending;           /* epoch << 32 | chunks not done */
-} Slot;
-
-typedef struct {
     TePool *pool;
     int32_t index;
 } Start;
@@ -37,10 +33,11 @@ typedef struct {
 struct TePool {
     int32_t num_threads;
     int32_t num_started;
-    Slot *slots;
+    _Atomic uint64_t *left;    /* [threads][operations, and an end]: epoch << 32 | chunks nobody took */
+    _Atomic uint64_t *pending; /* [operations]: epoch << 32 | chunks not done */
     pthread_t *threads;
     Start *starts;
-    /* Written by the caller before an epoch's slots, read only by a thread that took a chunk of that epoch. */
+    /* Written by the caller before an epoch's counters, read only by a thread that took a chunk of that epoch. */
     TeRun run;
     void *context;
     const int32_t *chunks;
@@ -91,60 +88,85 @@ static void wake_sleepers(TePool *pool)
 #endif
 }
 
-static inline int is_done(TePool *pool, const Slot *slot, uint32_t epoch)
+#define OPS_STRIDE (TE_MAX_OPS + 8) /* whole cache lines, so that threads share none */
+
+static inline _Atomic uint64_t *left_of(TePool *pool, int32_t thread, int32_t op)
 {
-    (void)pool;
-    uint64_t pending = atomic_load(&slot->pending);
+    return pool->left + (size_t)thread * OPS_STRIDE + op;
+}
+
+/* How many chunks of an operation are a thread's. */
+static inline int32_t share_of(const TePool *pool, int32_t chunks, int32_t thread)
+{
+    return (chunks + pool->num_threads - 1 - thread) / pool->num_threads;
+}
+
+static inline int is_done(TePool *pool, int32_t op, uint32_t epoch)
+{
+    uint64_t pending = atomic_load(&pool->pending[op]);
     return (uint32_t)(pending >> 32) != epoch || (uint32_t)pending == 0;
 }
 
-static inline int is_new_epoch(TePool *pool, const Slot *slot, uint32_t epoch)
+static inline int is_new_epoch(TePool *pool, int32_t op, uint32_t epoch)
 {
-    (void)slot;
+    (void)op;
     return atomic_load(&pool->epoch) != epoch || atomic_load(&pool->is_stopping);
 }
 
 /* Spins for a while, then sleeps, until the condition holds. Whoever makes it true calls wake_sleepers afterwards:
  * either it sees this sleeper, or this thread, having announced itself first, sees the condition. For that, all these
  * loads and stores have one order (memory_order_seq_cst, the default). */
-static void wait_until(TePool *pool, int (*holds)(TePool *, const Slot *, uint32_t), const Slot *slot, uint32_t epoch,
-                       int32_t spins)
+static void wait_until(TePool *pool, int (*holds)(TePool *, int32_t, uint32_t), int32_t op, uint32_t epoch, int32_t spins)
 {
     for (int32_t i = 0; i < spins; i++) {
-        if (holds(pool, slot, epoch))
+        if (holds(pool, op, epoch))
             return;
         relax();
     }
     atomic_fetch_add(&pool->num_sleepers, 1);
     for (;;) {
         uint32_t seen = atomic_load(&pool->events);
-        if (holds(pool, slot, epoch))
+        if (holds(pool, op, epoch))
             break;
         sleep_until_event(pool, seen);
     }
     atomic_fetch_sub(&pool->num_sleepers, 1);
 }
 
+/* Takes and does chunks of an operation that are `owner`'s until there are none. Returns how many, or -1 where the epoch
+ * or its list of operations has ended. */
+static int32_t work_on(TePool *pool, uint32_t epoch, int32_t op, int32_t owner, int32_t thread)
+{
+    _Atomic uint64_t *counter = left_of(pool, owner, op);
+    uint64_t left = atomic_load_explicit(counter, memory_order_acquire);
+    for (int32_t done = 0;;) {
+        if ((uint32_t)(left >> 32) != epoch || (uint32_t)left == END_OF_OPS)
+            return -1;
+        if ((uint32_t)left == 0)
+            return done;
+        if (!atomic_compare_exchange_weak_explicit(counter, &left, left - 1, memory_order_acq_rel, memory_order_acquire))
+            continue;
+        const int32_t place = share_of(pool, pool->chunks[op], owner) - (int32_t)(uint32_t)left;
+        pool->run(pool->context, op, place * pool->num_threads + owner, thread);
+        done++;
+        left = atomic_load_explicit(counter, memory_order_acquire);
+    }
+}
+
 static void work(TePool *pool, uint32_t epoch, int32_t thread)
 {
     for (int32_t op = 0;; op++) {
-        Slot *slot = &pool->slots[op];
-        uint64_t left = atomic_load_explicit(&slot->left, memory_order_acquire);
-        for (;;) {
-            if ((uint32_t)(left >> 32) != epoch || (uint32_t)left == END_OF_OPS)
-                return;
-            if ((uint32_t)left == 0)
-                break;
-            if (!atomic_compare_exchange_weak_explicit(&slot->left, &left, left - 1, memory_order_acq_rel,
-                                                       memory_order_acquire))
-                continue;
-            pool->run(pool->context, op, pool->chunks[op] - (int32_t)(uint32_t)left, thread);
-            if ((uint32_t)atomic_fetch_sub(&slot->pending, 1) == 1)
-                wake_sleepers(pool);
-            left = atomic_load_explicit(&slot->left, memory_order_acquire);
+        uint32_t done = 0;
+        for (int32_t i = 0; i < pool->num_threads; i++) {
+            const int32_t owner = (thread + i) % pool->num_threads, count = work_on(pool, epoch, op, owner, thread);
+            if (count < 0)
+                return; /* while something is not yet said to be done, the epoch does not end */
+            done += (uint32_t)count;
         }
-        if (!is_done(pool, slot, epoch))
-            wait_until(pool, is_done, slot, epoch, SPINS_IN_RUN);
+        if (done && (uint32_t)atomic_fetch_sub(&pool->pending[op], done) == done)
+            wake_sleepers(pool);
+        if (!is_done(pool, op, epoch))
+            wait_until(pool, is_done, op, epoch, SPINS_IN_RUN);
     }
 }
 
@@ -154,7 +176,7 @@ static void *worker(void *argument)
     TePool *pool = start->pool;
     uint32_t epoch = 0;
     for (;;) {
-        wait_until(pool, is_new_epoch, NULL, epoch, SPINS_BETWEEN);
+        wait_until(pool, is_new_epoch, 0, epoch, SPINS_BETWEEN);
         if (atomic_load(&pool->is_stopping))
             return NULL;
         epoch = atomic_load_explicit(&pool->epoch, memory_order_acquire);
@@ -170,19 +192,23 @@ TePool *te_pool_create(int32_t num_threads)
     *pool = (TePool){.num_threads = TE_MAX(num_threads, 1)};
     pool->threads = calloc((size_t)pool->num_threads, sizeof(pthread_t));
     pool->starts = calloc((size_t)pool->num_threads, sizeof(Start));
-    if (posix_memalign((void **)&pool->slots, 64, (TE_MAX_OPS + 1) * sizeof(Slot)))
-        pool->slots = NULL;
-    if (!pool->threads || !pool->starts || !pool->slots) {
+    const size_t num_left = (size_t)pool->num_threads * OPS_STRIDE;
+    if (posix_memalign((void **)&pool->left, 64, num_left * sizeof *pool->left))
+        pool->left = NULL;
+    if (posix_memalign((void **)&pool->pending, 64, OPS_STRIDE * sizeof *pool->pending))
+        pool->pending = NULL;
+    if (!pool->threads || !pool->starts || !pool->left || !pool->pending) {
         free(pool->threads);
         free(pool->starts);
-        free(pool->slots);
+        free(pool->left);
+        free(pool->pending);
         free(pool);
         return NULL;
     }
-    for (int32_t op = 0; op <= TE_MAX_OPS; op++) {
-        atomic_init(&pool->slots[op].left, 0);
-        atomic_init(&pool->slots[op].pending, 0);
-    }
+    for (size_t i = 0; i < num_left; i++)
+        atomic_init(&pool->left[i], 0);
+    for (int32_t op = 0; op < OPS_STRIDE; op++)
+        atomic_init(&pool->pending[op], 0);
 #if !defined(__linux__)
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->condition, NULL);
@@ -209,7 +235,8 @@ void te_pool_destroy(TePool *pool)
 #endif
     free(pool->threads);
     free(pool->starts);
-    free(pool->slots);
+    free(pool->left);
+    free(pool->pending);
     free(pool);
 }
 
@@ -234,12 +261,16 @@ void te_pool_run(TePool *pool, TeRun run, void *context, int32_t num_ops, const 
     pool->run = run;
     pool->context = context;
     pool->chunks = chunks;
-    for (int32_t op = 0; op < num_ops; op++) {
-        uint64_t counter = (uint64_t)epoch << 32 | (uint32_t)chunks[op];
-        atomic_store_explicit(&pool->slots[op].pending, counter, memory_order_relaxed);
-        atomic_store_explicit(&pool->slots[op].left, counter, memory_order_release);
+    const uint64_t stamp = (uint64_t)epoch << 32;
+    for (int32_t op = 0; op < num_ops; op++)
+        atomic_store_explicit(&pool->pending[op], stamp | (uint32_t)chunks[op], memory_order_relaxed);
+    for (int32_t thread = 0; thread < pool->num_threads; thread++) {
+        for (int32_t op = 0; op < num_ops; op++) {
+            const uint32_t share = (uint32_t)share_of(pool, chunks[op], thread);
+            atomic_store_explicit(left_of(pool, thread, op), stamp | share, memory_order_release);
+        }
+        atomic_store_explicit(left_of(pool, thread, num_ops), stamp | END_OF_OPS, memory_order_release);
     }
-    atomic_store_explicit(&pool->slots[num_ops].left, (uint64_t)epoch << 32 | END_OF_OPS, memory_order_release);
     atomic_store(&pool->epoch, epoch);
     wake_sleepers(pool);
     work(pool, epoch, 0);
