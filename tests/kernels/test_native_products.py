@@ -164,6 +164,17 @@ def test_a_row_gives_the_same_bits_in_any_batch(library, pool, isa, kind, column
         assert np.array_equal(run_linear(library, pool, x[first:end], tiles), together[first:end])
 
 
+@pytest.mark.parametrize("rows", [33_000, 33_008])
+def test_results_too_large_for_a_cache_are_the_same_bits(library, pool, isa, rows):
+    """Such as logits, of which some kernels write whole lines past the caches; the last strips are not whole."""
+    rng = np.random.default_rng(10)
+    tiles = pack_float(library, rng.standard_normal((rows, 32), dtype=np.float32), TileKind.INT8)
+    x = rng.standard_normal((70, 32), dtype=np.float32)
+    together = run_linear(library, pool, x, tiles)
+    for first, end in [(0, 4), (63, 66), (69, 70)]:
+        assert np.array_equal(run_linear(library, pool, x[first:end], tiles), together[first:end])
+
+
 @pytest.mark.parametrize("kind", [TileKind.INT4, TileKind.INT8])
 def test_kernels_with_fused_multiply_add_agree_to_the_bit(library, pool, kind):
     before = library.isa

@@ -190,6 +190,67 @@ TE_INLINE vf vf_exp(vf x)
     return vf_select(is_tiny, vf_zero(), scaled);
 }
 
+/* ---- sixteen floats: one vector, or two of eight ---- */
+
+#if defined(__AVX512VNNI__)
+typedef __m512 vw;
+
+TE_INLINE vw vw_zero(void)
+{
+    return _mm512_setzero_ps();
+}
+
+TE_INLINE vw vw_set(float x)
+{
+    return _mm512_set1_ps(x);
+}
+
+TE_INLINE vw vw_load_half(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+TE_INLINE void vw_store(float *p, vw v)
+{
+    _mm512_storeu_ps(p, v);
+}
+
+TE_INLINE vw vw_fma(vw a, vw b, vw c)
+{
+    return _mm512_fmadd_ps(a, b, c);
+}
+#else
+typedef struct {
+    vf low, high;
+} vw;
+
+TE_INLINE vw vw_zero(void)
+{
+    return (vw){vf_zero(), vf_zero()};
+}
+
+TE_INLINE vw vw_set(float x)
+{
+    return (vw){vf_set(x), vf_set(x)};
+}
+
+TE_INLINE vw vw_load_half(const uint16_t *p)
+{
+    return (vw){vf_load_half(p), vf_load_half(p + 8)};
+}
+
+TE_INLINE void vw_store(float *p, vw v)
+{
+    vf_store(p, v.low);
+    vf_store(p + 8, v.high);
+}
+
+TE_INLINE vw vw_fma(vw a, vw b, vw c)
+{
+    return (vw){vf_fma(a.low, b.low, c.low), vf_fma(a.high, b.high, c.high)};
+}
+#endif
+
 #if defined(__AVX512VNNI__)
 /* vf_exp, twice as wide: the same operations. */
 TE_INLINE __m512 wide_exp(__m512 x)

@@ -85,73 +85,6 @@ TE_INLINE void softmax_row(float *scores, int32_t num_keys, int32_t low, int32_t
 }
 
 #if defined(__AVX512VNNI__)
-/* ---- a few rows, such as those of one token: all sums of a split stay in registers ---- */
-
-#define FEW_ROWS 6
-
-TE_INLINE __m512 wide_half(const uint16_t *p)
-{
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-}
-
-/* Scores of `num_units` units of keys, as half_product works them out. Meanwhile the keys `next` are fetched. */
-TE_INLINE void few_scores(int num_rows, int num_units, const float *queries, int32_t dim, const uint16_t *const *keys,
-                          const uint16_t *const *next, int64_t next_offset, float *scores)
-{
-    __m512 acc[FEW_ROWS][8];
-    for (int r = 0; r < num_rows; r++)
-        for (int u = 0; u < num_units; u++)
-            acc[r][u] = _mm512_setzero_ps();
-    for (int32_t k = 0; k < dim; k++) {
-        __m512 columns[8];
-        for (int u = 0; u < num_units; u++) {
-            columns[u] = wide_half(keys[u] + (int64_t)k * TE_KV_TOKENS);
-            if ((k ^ u) & 1)
-                __builtin_prefetch(next[u] + next_offset + (int64_t)k * TE_KV_TOKENS);
-        }
-        for (int r = 0; r < num_rows; r++) {
-            const __m512 x = _mm512_set1_ps(queries[r * dim + k]);
-            for (int u = 0; u < num_units; u++)
-                acc[r][u] = _mm512_fmadd_ps(x, columns[u], acc[r][u]);
-        }
-    }
-    for (int r = 0; r < num_rows; r++)
-        for (int u = 0; u < num_units; u++)
-            _mm512_storeu_ps(scores + r * TE_KV_SPLIT + u * TE_KV_TOKENS, acc[r][u]);
-}
-
-/* Weighted values of all units, columns [16 w, 16 (w + num_wide)) for each row. */
-TE_INLINE void few_values(int num_rows, int num_wide, const float *weights, const uint16_t *const *keys,
-                          int32_t num_units, int32_t num_keys, int64_t values_offset, int32_t padded, float *out)
-{
-    __m512 acc[FEW_ROWS][4];
-    for (int r = 0; r < num_rows; r++)
-        for (int w = 0; w < num_wide; w++)
-            acc[r][w] = _mm512_setzero_ps();
-    for (int32_t unit = 0; unit < num_units; unit++) {
-        const uint16_t *values = keys[unit] + values_offset;
-        const uint16_t *next = keys[TE_MIN(unit + 2, num_units - 1)] + values_offset;
-        const float *unit_weights = weights + unit * TE_KV_TOKENS;
-        const int32_t count = TE_MIN(TE_KV_TOKENS, num_keys - unit * TE_KV_TOKENS);
-        for (int32_t k = 0; k < count; k++, values += padded) {
-            __m512 columns[4];
-            for (int w = 0; w < num_wide; w++) {
-                columns[w] = wide_half(values + w * 16);
-                if (w % 2 == 0)
-                    __builtin_prefetch(next + (int64_t)k * padded + w * 16);
-            }
-            for (int r = 0; r < num_rows; r++) {
-                const __m512 x = _mm512_set1_ps(unit_weights[r * TE_KV_SPLIT + k]);
-                for (int w = 0; w < num_wide; w++)
-                    acc[r][w] = _mm512_fmadd_ps(x, columns[w], acc[r][w]);
-            }
-        }
-    }
-    for (int r = 0; r < num_rows; r++)
-        for (int w = 0; w < num_wide; w++)
-            _mm512_storeu_ps(out + r * padded + w * 16, acc[r][w]);
-}
-
 /* softmax_row with vectors of sixteen: the same operations. Without a soft cap. */
 static __attribute__((noinline)) void wide_softmax_row(float *scores, int32_t num_keys, int32_t low, int32_t high,
                                                        float scale, float *max, float *sum)
@@ -179,23 +112,86 @@ static __attribute__((noinline)) void wide_softmax_row(float *scores, int32_t nu
     *max = row_max == -INFINITY ? NAN : row_max;
     *sum = vf_sum((vf)_mm512_castps512_ps256(total) + (vf)_mm512_extractf32x8_ps(total, 1));
 }
+#endif
 
-#define TE_FEW(rows, units)                                                                                            \
+/* ---- a few rows, such as those of one token: all sums of a split stay in registers ---- */
+
+#if defined(__AVX512VNNI__)
+#define FEW_ROWS 6
+#else
+#define FEW_ROWS 3
+#endif
+
+/* Scores of `num_units` units of keys, as half_product works them out. Meanwhile lines of `next` are fetched. */
+TE_INLINE void few_scores(int num_rows, int num_units, const float *queries, int32_t dim, const uint16_t *const *keys,
+                          const uint16_t *const *next, int64_t next_offset, float *scores)
+{
+    vw acc[FEW_ROWS][8];
+    for (int r = 0; r < num_rows; r++)
+        for (int u = 0; u < num_units; u++)
+            acc[r][u] = vw_zero();
+    for (int32_t k = 0; k < dim; k++) {
+        vw x[FEW_ROWS];
+        for (int r = 0; r < num_rows; r++)
+            x[r] = vw_set(queries[r * dim + k]);
+        for (int u = 0; u < num_units; u++) {
+            const vw column = vw_load_half(keys[u] + (int64_t)k * TE_KV_TOKENS);
+            if ((k ^ u) & 1) /* a line is two columns */
+                __builtin_prefetch(next[u] + next_offset + (int64_t)k * TE_KV_TOKENS);
+            for (int r = 0; r < num_rows; r++)
+                acc[r][u] = vw_fma(x[r], column, acc[r][u]);
+        }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int u = 0; u < num_units; u++)
+            vw_store(scores + r * TE_KV_SPLIT + u * TE_KV_TOKENS, acc[r][u]);
+}
+
+/* Weighted values of all units: `num_wide` pieces of 16 columns, the first `offset` numbers behind the keys' start. */
+TE_INLINE void few_values(int num_rows, int num_wide, const float *weights, const uint16_t *const *keys,
+                          int32_t num_units, int32_t num_keys, int64_t offset, int32_t padded, float *out)
+{
+    vw acc[FEW_ROWS][4];
+    for (int r = 0; r < num_rows; r++)
+        for (int w = 0; w < num_wide; w++)
+            acc[r][w] = vw_zero();
+    for (int32_t unit = 0; unit < num_units; unit++) {
+        const uint16_t *values = keys[unit] + offset, *next = keys[TE_MIN(unit + 2, num_units - 1)] + offset;
+        const int32_t count = TE_MIN(TE_KV_TOKENS, num_keys - unit * TE_KV_TOKENS);
+        for (int32_t k = 0; k < count; k++) {
+            vw x[FEW_ROWS];
+            for (int r = 0; r < num_rows; r++)
+                x[r] = vw_set(weights[r * TE_KV_SPLIT + unit * TE_KV_TOKENS + k]);
+            for (int w = 0; w < num_wide; w++) {
+                const vw column = vw_load_half(values + (int64_t)k * padded + w * 16);
+                if (w % 2 == 0)
+                    __builtin_prefetch(next + (int64_t)k * padded + w * 16);
+                for (int r = 0; r < num_rows; r++)
+                    acc[r][w] = vw_fma(x[r], column, acc[r][w]);
+            }
+        }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int w = 0; w < num_wide; w++)
+            vw_store(out + r * padded + w * 16, acc[r][w]);
+}
+
+/* For a number of rows: so many units of keys, and pieces of values, at once, as measured. Chains of sums must be enough
+ * to keep the processor busy, and few enough to stay in its registers. */
+#define TE_FEW(rows, units, wide)                                                                                      \
     static __attribute__((noinline)) void few_scores_##rows(const float *queries, int32_t dim,                         \
                                                             const uint16_t *const *keys, int32_t num_units,            \
                                                             float *scores)                                             \
     {                                                                                                                  \
-        int32_t unit = 0;                                                                                              \
         const int64_t values = (int64_t)dim * TE_KV_TOKENS;                                                            \
+        int32_t unit = 0;                                                                                              \
         for (; unit + units <= num_units; unit += units) {                                                             \
             const int is_last = unit + 2 * units > num_units;                                                          \
             few_scores(rows, units, queries, dim, keys + unit, is_last ? keys : keys + unit + units,                   \
                        is_last ? values : 0, scores + unit * TE_KV_TOKENS);                                            \
         }                                                                                                              \
-        if (num_units - unit >= 2) {                                                                                   \
+        for (; unit + 2 <= num_units && units > 2; unit += 2)                                                          \
             few_scores(rows, 2, queries, dim, keys + unit, keys, values, scores + unit * TE_KV_TOKENS);                \
-            unit += 2;                                                                                                 \
-        }                                                                                                              \
         for (; unit < num_units; unit++)                                                                               \
             few_scores(rows, 1, queries, dim, keys + unit, keys, values, scores + unit * TE_KV_TOKENS);                \
     }                                                                                                                  \
@@ -204,26 +200,39 @@ static __attribute__((noinline)) void wide_softmax_row(float *scores, int32_t nu
                                                             int32_t padded, float *out)                                \
     {                                                                                                                  \
         const int64_t offset = (int64_t)dim * TE_KV_TOKENS;                                                            \
-        int32_t w = 0;                                                                                                 \
-        for (; w + 64 <= padded; w += 64)                                                                              \
-            few_values(rows, 4, weights, keys, num_units, num_keys, offset + w, padded, out + w);                      \
-        for (; w < padded; w += 16)                                                                                    \
-            few_values(rows, 1, weights, keys, num_units, num_keys, offset + w, padded, out + w);                      \
+        int32_t column = 0;                                                                                            \
+        for (; column + 16 * wide <= padded; column += 16 * wide)                                                      \
+            few_values(rows, wide, weights, keys, num_units, num_keys, offset + column, padded, out + column);         \
+        for (; column < padded; column += 16)                                                                          \
+            few_values(rows, 1, weights, keys, num_units, num_keys, offset + column, padded, out + column);            \
     }
-TE_FEW(1, 8)
-TE_FEW(2, 4)
-TE_FEW(3, 4)
-TE_FEW(4, 4)
-TE_FEW(5, 4)
-TE_FEW(6, 4)
+#if defined(__AVX512VNNI__)
+TE_FEW(1, 8, 4)
+TE_FEW(2, 4, 4)
+TE_FEW(3, 4, 4)
+TE_FEW(4, 4, 4)
+TE_FEW(5, 4, 4)
+TE_FEW(6, 4, 4)
+#else
+TE_FEW(1, 4, 4)
+TE_FEW(2, 2, 2)
+TE_FEW(3, 1, 1)
+#endif
 #undef TE_FEW
 
-static void (*const few_scores_of[])(const float *, int32_t, const uint16_t *const *, int32_t, float *) = {
-    few_scores_1, few_scores_2, few_scores_3, few_scores_4, few_scores_5, few_scores_6};
-static void (*const few_values_of[])(const float *, const uint16_t *const *, int32_t, int32_t, int32_t, int32_t,
-                                     float *) = {few_values_1, few_values_2, few_values_3,
-                                                 few_values_4, few_values_5, few_values_6};
+static void (*const few_scores_of[FEW_ROWS])(const float *, int32_t, const uint16_t *const *, int32_t, float *) = {
+    few_scores_1, few_scores_2, few_scores_3,
+#if FEW_ROWS > 3
+    few_scores_4, few_scores_5, few_scores_6,
 #endif
+};
+static void (*const few_values_of[FEW_ROWS])(const float *, const uint16_t *const *, int32_t, int32_t, int32_t, int32_t,
+                                             float *) = {
+    few_values_1, few_values_2, few_values_3,
+#if FEW_ROWS > 3
+    few_values_4, few_values_5, few_values_6,
+#endif
+};
 
 /* scratch: states, values so far, values of the split, scores, queries; see te_attention_scratch_floats. */
 static void attention(const TeAttention *attention, const TeStep *step, const TeAttentionTask *task, int32_t kv_head,
@@ -263,14 +272,10 @@ static void attention(const TeAttention *attention, const TeStep *step, const Te
             keys[unit] = te_cache_keys(cache, attention->layer, slot, kv_head);
             __builtin_prefetch(keys[unit]);
         }
-#if defined(__AVX512VNNI__)
         const int is_few = num_rows <= FEW_ROWS;
-        if (is_few)
+        if (is_few) {
             few_scores_of[num_rows - 1](queries, dim, keys + first_unit, end_unit - first_unit, scores);
-#else
-        const int is_few = 0;
-#endif
-        if (!is_few) {
+        } else {
             memset(scores, 0, (size_t)num_rows * TE_KV_SPLIT * sizeof(float));
             for (int32_t unit = first_unit; unit < end_unit; unit++)
                 half_product(num_rows, 1, queries, dim, keys[unit], TE_KV_TOKENS, 0, dim,
@@ -280,23 +285,21 @@ static void attention(const TeAttention *attention, const TeStep *step, const Te
         for (int32_t r = 0; r < num_rows; r++) {
             int32_t place = first_place + r / group - start - first_unit * TE_KV_TOKENS;
             int32_t lowest = attention->window ? TE_MAX(place - attention->window + 1, 0) : 0;
+            int32_t highest = TE_MIN(place, unit_keys - 1);
+            float *row = scores + (int64_t)r * TE_KV_SPLIT;
 #if defined(__AVX512VNNI__)
-            if (attention->soft_cap == 0.0f && lowest <= TE_MIN(place, unit_keys - 1)) {
-                wide_softmax_row(scores + (int64_t)r * TE_KV_SPLIT, unit_keys, lowest, TE_MIN(place, unit_keys - 1),
-                                 attention->scale, &maxes[r], &sums[r]);
+            if (attention->soft_cap == 0.0f && lowest <= highest) {
+                wide_softmax_row(row, unit_keys, lowest, highest, attention->scale, &maxes[r], &sums[r]);
                 continue;
             }
 #endif
-            softmax_row(scores + (int64_t)r * TE_KV_SPLIT, unit_keys, lowest, TE_MIN(place, unit_keys - 1),
-                        attention->scale, attention->soft_cap, &maxes[r], &sums[r]);
+            softmax_row(row, unit_keys, lowest, highest, attention->scale, attention->soft_cap, &maxes[r], &sums[r]);
         }
         /* Places behind the last key hold anything, NaN too, which a weight of 0 would not undo. */
-#if defined(__AVX512VNNI__)
-        if (is_few)
+        if (is_few) {
             few_values_of[num_rows - 1](scores, keys + first_unit, end_unit - first_unit,
                                         num_keys - first_unit * TE_KV_TOKENS, dim, padded, split_values);
-#endif
-        if (!is_few) {
+        } else {
             memset(split_values, 0, (size_t)num_rows * (size_t)padded * sizeof(float));
             for (int32_t unit = first_unit; unit < end_unit; unit++)
                 half_product(num_rows, padded / TE_KV_TOKENS, scores + (unit - first_unit) * TE_KV_TOKENS, TE_KV_SPLIT,
