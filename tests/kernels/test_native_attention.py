@@ -124,9 +124,7 @@ def check_whole(library, pool, heads, seq_lens=LENS, block_size=16, tolerance=3e
     assert all(np.array_equal(result[-1:], last) for result, last in zip(results, again, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("group", "dim"), [(1, 128), (2, 64), (3, 64), (4, 80), (5, 64), (6, 48), (8, 96), (3, 128)]
-)
+@pytest.mark.parametrize(("group", "dim"), [(1, 128), (2, 64), (3, 64), (4, 80), (5, 64), (6, 48), (8, 96), (3, 128)])
 def test_each_query_attends_to_what_came_before_it(library, pool, isa, group, dim):
     check_whole(library, pool, Heads(group=group, dim=dim))
 
