@@ -81,7 +81,7 @@ class DeviceWeightMaker:
         self._dtype = dtype
         self._floats_become = None if quantization is None else WeightKind(quantization.value)
 
-    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> DeviceMatrix:
+    def matrix(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> DeviceMatrix:
         """The parts, one below the other.
 
         Floats are rounded to the device's number type, or quantized where that was asked for and they may be. What its
@@ -92,7 +92,10 @@ class DeviceWeightMaker:
             CheckpointError: numbers are damaged.
             torch.OutOfMemoryError: they do not fit.
         """
-        described = [_described(part, self._floats_become if may_quantize else None) for part in parts]
+        floats_become = self._floats_become if min_bits <= 8 else None
+        if floats_become is WeightKind.INT4 and min_bits > 4:
+            floats_become = WeightKind.INT8
+        described = [_described(part, floats_become) for part in parts]
         form = _common_form([part.form for part in described])
         num_rows, num_columns = sum(part.num_rows for part in parts), parts[0].num_columns
         if form is None:

@@ -277,8 +277,8 @@ class _Loader(Generic[MatrixT, VectorT]):
         hidden, inner = config.hidden_size, config.intermediate_size
         embedding = self._tensors.matrix(f"{self._prefix}{names.embedding}.weight", (config.vocab_size, hidden))
         # Rows, which nobody multiplies: where they are quantized in the file they stay so.
-        table = self._maker.matrix([embedding], may_quantize=False)
-        positions = self._maker.matrix([self._positions()], may_quantize=False)
+        table = self._maker.matrix([embedding], min_bits=16)
+        positions = self._maker.matrix([self._positions()], min_bits=16)
         norm = self._norm(names.embedding_norm)
         num_steps = config.num_layers + 1
         report(1 / num_steps)
@@ -288,7 +288,7 @@ class _Loader(Generic[MatrixT, VectorT]):
                 EncoderLayer(
                     query_key=self._linear([name.format(i) for name in names.query_key], hidden, hidden),
                     # An error of the values goes straight into the result, and they are a twelfth of the work.
-                    value=self._linear([names.value.format(i)], hidden, hidden, may_quantize=False),
+                    value=self._linear([names.value.format(i)], hidden, hidden, min_bits=16),
                     output=self._linear([names.output.format(i)], hidden, hidden),
                     attention_norm=self._norm(names.attention_norm.format(i)),
                     up=self._linear([names.up.format(i)], inner, hidden),
@@ -311,13 +311,13 @@ class _Loader(Generic[MatrixT, VectorT]):
         return StoredMatrix(name, GGMLType.F32, positions.view(np.uint8), config.hidden_size)
 
     def _linear(
-        self, names: Sequence[str], num_outputs: int, num_inputs: int, *, may_quantize: bool = True
+        self, names: Sequence[str], num_outputs: int, num_inputs: int, *, min_bits: int = 4
     ) -> Linear[MatrixT, VectorT]:
         """One or several, one below the other."""
         full = [f"{self._prefix}{name}" for name in names]
         parts = [self._tensors.matrix(f"{name}.weight", (num_outputs, num_inputs)) for name in full]
         bias = np.concatenate([self._tensors.floats(f"{name}.bias", (num_outputs,)) for name in full])
-        return Linear(self._maker.matrix(parts, may_quantize=may_quantize), self._maker.vector(bias))
+        return Linear(self._maker.matrix(parts, min_bits=min_bits), self._maker.vector(bias))
 
     def _norm(self, name: str) -> LayerNorm[VectorT]:
         shape = (self._config.hidden_size,)

@@ -52,10 +52,10 @@ VectorT_co = TypeVar("VectorT_co", covariant=True)
 class WeightMaker(Protocol[MatrixT_co, VectorT_co]):
     """Brings weights into the form in which a backend computes with them."""
 
-    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> MatrixT_co:
+    def matrix(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> MatrixT_co:
         """One matrix of these, one below the other. They have the same columns, and may be of different kinds.
 
-        `may_quantize`: floats may become less exact, where that was asked for.
+        `min_bits`: where that was asked for, floats become whole numbers of at least so many bits; at 16 they stay.
         """
         ...
 
@@ -208,12 +208,13 @@ def _load(
 ) -> DecoderWeights[MatrixT, VectorT]:
     names, hidden = source.names, config.hidden_size
     num_steps = config.num_layers + 1
-    embedding = maker.matrix([source.matrix(f"{names.embedding}.weight", (config.vocab_size, hidden))])
+    # Errors of these two go straight into the logits.
+    embedding = maker.matrix([source.matrix(f"{names.embedding}.weight", (config.vocab_size, hidden))], min_bits=8)
     if config.has_tied_embeddings:
         head = embedding
         source.ignore(f"{names.head}.weight")
     else:
-        head = maker.matrix([source.matrix(f"{names.head}.weight", (config.vocab_size, hidden))])
+        head = maker.matrix([source.matrix(f"{names.head}.weight", (config.vocab_size, hidden))], min_bits=8)
     report(1 / num_steps)
     layers: list[LayerWeights[MatrixT, VectorT]] = []
     for i in range(config.num_layers):
@@ -341,7 +342,7 @@ class _LayerLoader(Generic[MatrixT, VectorT]):
         )
         return MixtureOfExperts(
             # It is small, and a token that goes to another expert is another token.
-            router=self.maker.matrix(router, may_quantize=False),
+            router=self.maker.matrix(router, min_bits=16),
             experts=[
                 GatedMLP(self.maker.matrix([gate, up]), self.maker.matrix([down]))
                 for gate, up, down in zip(gates, ups, downs, strict=True)

@@ -94,19 +94,19 @@ class NativeWeights:
     def __init__(self, library: Library, pool: ThreadPool, quantization: Quantization | None = None) -> None:
         self._library = library
         self._pool = pool
-        self._float_kind = None if quantization is None else _TILE_KINDS[quantization]
+        self._quantization = quantization
 
-    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> NativeMatrix:
+    def matrix(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> NativeMatrix:
         """The parts, one below the other."""
-        float_kind = self._float_kind if may_quantize else None
+        float_kind = self._float_kind(min_bits)
         tiles: list[WeightTiles] = []
         for layout, equals in itertools.groupby(parts, key=lambda part: _layout(part, float_kind)):
             tiles += self._pack(layout, list(equals))
         return tiles
 
-    def is_costly(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> bool:
+    def is_costly(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> bool:
         """As `pack_cache.TilesMaker.is_costly`. Reads no numbers."""
-        becomes_whole_numbers = self._float_kind is not None and may_quantize
+        becomes_whole_numbers = self._float_kind(min_bits) is not None
         return any(
             isinstance(part, QuantizedMatrix)
             or (
@@ -120,6 +120,12 @@ class NativeWeights:
     def vector(self, values: Floats) -> Floats:
         """The same numbers."""
         return values
+
+    def _float_kind(self, min_bits: int) -> TileKind | None:
+        """What floats become; None keeps them."""
+        if self._quantization is None or min_bits > 8:
+            return None
+        return TileKind.INT8 if min_bits > 4 else _TILE_KINDS[self._quantization]
 
     def _pack(self, layout: "_Layout", parts: Sequence[MatrixPart]) -> Sequence[WeightTiles]:
         """Parts of one layout."""

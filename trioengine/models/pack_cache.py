@@ -50,18 +50,18 @@ _SUFFIX = ".pack"
 _TEMPORARY_PREFIX = ".writing-"
 _STALE_AFTER_S = 24 * 3600.0
 """What a writer that died has left behind is removed after a day."""
-_MAGIC = b"TEPACK01"
+_MAGIC = b"TEPACK02"
 _ALIGNMENT = 64
 
 
 class TilesMaker(Protocol):
     """Packs weights."""
 
-    def is_costly(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> bool:
+    def is_costly(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> bool:
         """Whether `matrix` takes much longer than to read the tiles that it makes."""
         ...
 
-    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> Sequence[WeightTiles]:
+    def matrix(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> Sequence[WeightTiles]:
         """As `WeightMaker.matrix`."""
         ...
 
@@ -124,10 +124,10 @@ class CachedWeights:
         self._writer = writer
         self._num_matrices = 0
 
-    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> Sequence[WeightTiles]:
+    def matrix(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> Sequence[WeightTiles]:
         """As `TilesMaker.matrix`."""
-        if not self._weights.is_costly(parts, may_quantize=may_quantize):
-            return self._weights.matrix(parts, may_quantize=may_quantize)
+        if not self._weights.is_costly(parts, min_bits=min_bits):
+            return self._weights.matrix(parts, min_bits=min_bits)
         number, self._num_matrices = self._num_matrices, self._num_matrices + 1
         if self._reader is not None:
             matrix = self._reader.read(self._library, number, parts)
@@ -135,7 +135,7 @@ class CachedWeights:
                 return matrix
             self._reader.drop()
             self._reader = None
-        matrix = self._weights.matrix(parts, may_quantize=may_quantize)
+        matrix = self._weights.matrix(parts, min_bits=min_bits)
         if self._writer is not None:
             self._writer.write(number, matrix)
         return matrix

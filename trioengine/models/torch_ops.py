@@ -29,7 +29,7 @@ from trioengine.models.source import Floats, MatrixPart
 class TorchWeights:
     """Makes float32 tensors of weights, whatever they are in the file."""
 
-    def matrix(self, parts: Sequence[MatrixPart], *, may_quantize: bool = True) -> Tensor:
+    def matrix(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> Tensor:
         """The parts, one below the other: [rows, columns]."""
         if len(parts) == 1:
             return torch.from_numpy(parts[0].floats())

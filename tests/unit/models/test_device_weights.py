@@ -164,9 +164,12 @@ def test_floats_are_rounded_to_the_number_type(kind: GGMLType, dtype: torch.dtyp
     assert isinstance(stacked, Tensor)
     assert torch.equal(stacked, torch.cat((expected, expected)))
     wide = float_part(values[:, :32].copy(), kind)
-    kept = DeviceWeightMaker(CPU, dtype, Quantization.INT4).matrix([wide], may_quantize=False)
+    kept = DeviceWeightMaker(CPU, dtype, Quantization.INT4).matrix([wide], min_bits=16)
     assert isinstance(kept, Tensor)
     assert torch.equal(kept, torch.from_numpy(wide.floats()).to(dtype))
+    bytes_ = DeviceWeightMaker(CPU, dtype, Quantization.INT4).matrix([wide], min_bits=8)
+    assert isinstance(bytes_, QuantizedWeight)
+    assert bytes_.kind is WeightKind.INT8
 
 
 def test_a_matrix_of_several_kinds_is_in_the_form_that_holds_all() -> None:
@@ -294,8 +297,8 @@ def test_vectors_are_float32() -> None:
 class DequantizedWeights(DeviceWeightMaker):
     """What the planes stand for, for `TorchOps`."""
 
-    def matrix(self, parts, *, may_quantize=True):
-        weight = super().matrix(parts, may_quantize=may_quantize)
+    def matrix(self, parts, *, min_bits=4):
+        weight = super().matrix(parts, min_bits=min_bits)
         return weight if isinstance(weight, Tensor) else dequantize(weight)
 
 
