@@ -40,6 +40,12 @@ def identity(library, size):
     return pack_float(library, np.eye(size, dtype=np.float32), TileKind.INT8)
 
 
+def whole(library, width):
+    """Sums what is side by side."""
+    halves = np.concatenate([np.eye(width, dtype=np.float32)] * 2, axis=1)
+    return pack_float(library, halves, TileKind.F32)
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (5, 32), (40, 100), (2, 576)])
 def test_rms_norm(library, pool, isa, rows, width):
     x, weight = random(rows, width) * 3, random(width, seed=1)
@@ -91,6 +97,32 @@ def test_gated_activations(library, pool, isa, rows, width, activation):
             activated = np.maximum(gate, 0)
     expected = activated * up
     assert (np.abs(actual - expected) <= 3e-6 * np.abs(expected) + 1e-6 * np.maximum(1, np.abs(up))).all()
+
+
+@pytest.mark.parametrize("kind", [TileKind.INT4, TileKind.INT8])
+@pytest.mark.parametrize(("width", "has_bias"), [(32, True), (96, False), (640, True), (40, False)])
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("num_readers", [1, 2])
+def test_a_gate_behind_a_product_gives_the_same_bits_for_few_and_many_rows(
+    library, pool, isa, kind, width, has_bias, is_quantized, num_readers
+):
+    """Of many rows, the product does the gate's work where nobody else reads its results."""
+    tiles = pack_float(library, random(2 * width, 160), kind)
+    bias = random(2 * width, seed=1) if has_bias else None
+    x = random(130, 160, seed=2)
+
+    def record(builder, buffer):
+        gate_up = builder.linear(buffer, tiles, bias)
+        gated = builder.silu_mul(gate_up)
+        result = builder.linear(gated, identity(library, width)) if is_quantized else gated
+        if num_readers == 2:
+            ones = np.ones(2 * width, np.float32)
+            builder.add(builder.linear(builder.rms_norm(gate_up, ones, EPSILON), whole(library, width)), result)
+        return result
+
+    expected = np.concatenate([run(library, pool, x[first : first + 7], record) for first in range(0, 130, 7)])
+    for rows in (8, 33, 130):
+        assert np.array_equal(run(library, pool, x[:rows], record), expected[:rows])
 
 
 def test_extreme_gates_give_what_their_limits_are(library, pool, isa):

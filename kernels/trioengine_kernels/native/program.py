@@ -7,6 +7,7 @@ where it can. This module does not know models.
 """
 
 import ctypes
+import itertools
 from collections.abc import Iterator, Sequence
 from ctypes import c_int32, c_void_p
 
@@ -19,7 +20,7 @@ from trioengine_kernels.native.buffers import BufferPlan
 from trioengine_kernels.native.library import Library, ThreadPool
 from trioengine_kernels.native.lora import LoraTable
 from trioengine_kernels.native.structures import Activation, OpKind, RowKind
-from trioengine_kernels.native.tiles import WeightTiles
+from trioengine_kernels.native.tiles import TileKind, WeightTiles
 
 KV_TOKENS = 16
 """Tokens that lie together in the cache; a block is a multiple."""
@@ -569,6 +570,7 @@ class ProgramBuilder:
             raise ValueError("Logits are computed of selected rows.")
         self._read(logits)
         self._drop_unread_floats()
+        self._join_gates()
         hidden = self._hidden
         kept = [logits.address] if hidden is None else [logits.address, hidden.address]
         area = self._memory.place(self._ops, kept)
@@ -669,6 +671,21 @@ class ProgramBuilder:
                     op.attention.out
                 ):
                     op.attention.out = None
+
+    def _join_gates(self) -> None:
+        """Tell a product whose results only the gate behind it reads that it may do the gate's work, too."""
+        for linear, gated in itertools.pairwise(self._ops):
+            if (
+                linear.kind == OpKind.LINEAR
+                and gated.kind == OpKind.GATED
+                and linear.linear.out == gated.gated.x
+                and linear.linear.tiles.kind <= TileKind.INT8_AFFINE
+                and linear.linear.tiles.rows == 2 * gated.gated.width
+                and gated.gated.width % 32 == 0
+                and self._readers[gated.gated.x] == 1
+            ):
+                linear.linear.has_gate = True
+                linear.linear.gated_out, linear.linear.gated_groups = gated.gated.out, gated.gated.groups
 
     def _rope_table(self, inverse_frequencies: Floats, factor: float) -> int:
         """The step's cosines and sines, computed once for all layers of the same frequencies."""

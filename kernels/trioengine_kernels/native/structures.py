@@ -124,6 +124,9 @@ class Linear(ctypes.Structure):
         ("out", c_void_p),
         ("out_stride", c_int64),
         ("may_round", c_int32),
+        ("has_gate", c_int32),
+        ("gated_out", c_void_p),
+        ("gated_groups", c_void_p),
     ]
 
 

@@ -14,6 +14,8 @@
 #define WORK_PER_CHUNK 1200000 /* multiplications: some tens of microseconds */
 #define MIN_WORK_PER_CHUNK 30000 /* a microsecond: less is not worth taking, however many threads there are */
 #define GATED_COLUMNS 512
+#define JOINED_FLOATS 4096 /* results of a product of up to JOINED_TOKENS tokens that go through a gate right away */
+#define JOINED_TOKENS 64
 #define MAX_FETCHED_BYTES (8 << 20) /* keys and values of one layer that are fetched ahead: part of a common last cache */
 #define ACTIVATED_COLUMNS 128 /* at most so many outputs, a multiple of 32, of so many tokens... */
 #define ACTIVATED_TOKENS 64   /* ...are floats at a time, 32 KiB, before an activation */
@@ -24,9 +26,10 @@ typedef struct {
     int32_t num_merges;
     size_t task_bytes; /* allocated */
     TeAttentionTask *tasks;
-    int32_t num_pieces;
-    size_t piece_offset_bytes; /* allocated */
-    int64_t *piece_offsets;    /* of the keys and values of TE_KV_TOKENS tokens, from the start of a layer, bytes */
+    size_t piece_bytes;     /* allocated */
+    int64_t *pieces;        /* each thread's: of a head's keys and values of TE_KV_TOKENS tokens, bytes from a layer's start */
+    size_t piece_start_bytes; /* allocated */
+    int32_t *piece_starts;    /* [threads + 1] */
     int32_t merge_row[MAX_SPLIT_TOKENS];
     int32_t merge_partial[MAX_SPLIT_TOKENS + 1];
 } AttentionPlan;
@@ -149,7 +152,8 @@ TE_API void te_program_destroy(TeProgram *program)
 {
     for (int32_t i = 0; i < program->num_kv_groups; i++) {
         free(program->plans[i].tasks);
-        free(program->plans[i].piece_offsets);
+        free(program->plans[i].pieces);
+        free(program->plans[i].piece_starts);
     }
     free(program->ops);
     free(program->following);
@@ -182,10 +186,10 @@ static int32_t strips_of(const TeTiles *tiles)
     return divide_up(tiles->rows, rows_per_strip(tiles));
 }
 
-/* Of all heads' keys and values of TE_KV_TOKENS tokens, which lie together. */
+/* Of a head's keys and values of TE_KV_TOKENS tokens, which lie together. */
 static int32_t piece_bytes(const TeCache *cache)
 {
-    return cache->num_kv_heads * TE_KV_TOKENS * (cache->head_dim + cache->padded_dim) * (int32_t)sizeof(uint16_t);
+    return TE_KV_TOKENS * (cache->head_dim + cache->padded_dim) * (int32_t)sizeof(uint16_t);
 }
 
 /* How a product is cut: over strips, and where there are many tokens over these too, in multiples of 8. */
@@ -228,15 +232,43 @@ static int32_t expert_strips(const TeProgram *program, const TeTiles *tiles)
     return divide_up(divide_up(strips, chunks), TE_PANEL_STRIPS) * TE_PANEL_STRIPS;
 }
 
-static int32_t num_chunks(const TeProgram *program, const TeOp *op)
+/* A product of many tokens does the work of the gate behind it: the results never leave the processor that made them.
+ * With few tokens the weights are what takes the time, and gates and values would be two streams of them (measured). */
+static int is_joined(const TeProgram *program, int32_t index)
 {
+    const TeOp *op = &program->ops[index];
+    return op->kind == TE_OP_LINEAR && op->linear.has_gate && rows_of(program, op) >= TE_PANEL_MIN_TOKENS;
+}
+
+/* How it is cut: strips of gates, and of values as many, in whole groups. */
+static LinearBlock joined_block(const TeProgram *program, const TeTiles *tiles, int32_t rows)
+{
+    const LinearBlock block = linear_block(program, tiles, rows);
+    const int32_t tokens = TE_MIN(block.tokens, JOINED_TOKENS);
+    const int32_t groups = TE_MIN(block.strips * TE_TILE_ROWS, JOINED_FLOATS / tokens) / (2 * TE_GROUP);
+    return (LinearBlock){TE_MIN(TE_MAX(groups, 1) * (TE_GROUP / TE_TILE_ROWS), strips_of(tiles) / 2), tokens};
+}
+
+/* The strips of a product, or of its gates, and how it is cut. */
+static LinearBlock block_of(const TeProgram *program, int32_t op, int32_t *strips)
+{
+    const TeTiles *tiles = &program->ops[op].linear.tiles;
+    const int32_t rows = rows_of(program, &program->ops[op]), joined = is_joined(program, op);
+    *strips = strips_of(tiles) / (joined ? 2 : 1);
+    return joined ? joined_block(program, tiles, rows) : linear_block(program, tiles, rows);
+}
+
+static int32_t num_chunks(const TeProgram *program, int32_t index)
+{
+    const TeOp *op = &program->ops[index];
     const int32_t rows = rows_of(program, op);
     if (rows == 0 || (op->kind == TE_OP_LORA && !program->step.lora_slots))
         return 0;
     switch (op->kind) {
     case TE_OP_LINEAR: {
-        LinearBlock block = linear_block(program, &op->linear.tiles, rows);
-        return divide_up(strips_of(&op->linear.tiles), block.strips) * divide_up(rows, block.tokens);
+        int32_t strips;
+        const LinearBlock block = block_of(program, index, &strips);
+        return divide_up(strips, block.strips) * divide_up(rows, block.tokens);
     }
     case TE_OP_ACTIVATED_LINEAR: {
         const TeTiles *tiles = &op->activated_linear.tiles;
@@ -244,6 +276,8 @@ static int32_t num_chunks(const TeProgram *program, const TeOp *op)
         return divide_up(strips_of(tiles), block.strips) * divide_up(rows, block.tokens);
     }
     case TE_OP_GATED:
+        if (index > 0 && is_joined(program, index - 1))
+            return 0;
         if (program->num_threads > 1 && rows < 2 * program->num_threads)
             return rows * divide_up(op->gated.width, GATED_COLUMNS);
         return divide_up(rows, tokens_per_chunk(program, rows));
@@ -269,9 +303,10 @@ static int32_t num_chunks(const TeProgram *program, const TeOp *op)
 static const uint8_t *chunk_tiles(const TeProgram *program, int32_t op, int32_t chunk)
 {
     const TeTiles *tiles = &program->ops[op].linear.tiles;
-    const LinearBlock block = linear_block(program, tiles, rows_of(program, &program->ops[op]));
-    const int32_t strip_chunks = divide_up(strips_of(tiles), block.strips);
-    return tiles->data + (size_t)(chunk % strip_chunks * block.strips) * te_tile_strip_bytes(tiles->kind, tiles->columns);
+    int32_t strips;
+    const LinearBlock block = block_of(program, op, &strips);
+    const int32_t strip = chunk % divide_up(strips, block.strips) * block.strips;
+    return tiles->data + (size_t)strip * te_tile_strip_bytes(tiles->kind, tiles->columns);
 }
 
 /* Threads mostly take turns: the chunk that this one will take next, of this product or the following one, and its
@@ -293,18 +328,53 @@ static TeAhead ahead_of(const TeProgram *program, int32_t op, int32_t rows, int3
     const TeAttention *attention = &program->ops[following->attention].attention;
     const AttentionPlan *plan = &program->plans[attention->kv_group];
     const TeCache *cache = &program->step.caches[attention->kv_group];
-    const double part = (following->end_part - following->first_part) / num_chunks;
-    const int32_t first = (int32_t)(plan->num_pieces * (following->first_part + part * chunk));
-    const int32_t end = (int32_t)(plan->num_pieces * (following->first_part + part * (chunk + 1)));
+    /* Its chunks and pieces are those that the pool gives it. */
+    const int32_t thread = chunk % program->num_threads, place = chunk / program->num_threads;
+    const double share = (num_chunks - thread + program->num_threads - 1) / program->num_threads;
+    const double part = (following->end_part - following->first_part) / share;
+    const int32_t start = plan->piece_starts[thread], num_pieces = plan->piece_starts[thread + 1] - start;
+    const int32_t first = (int32_t)(num_pieces * (following->first_part + part * place));
+    const int32_t end = (int32_t)(num_pieces * (following->first_part + part * (place + 1)));
     const TeTiles *tiles = &program->ops[op].linear.tiles;
-    const LinearBlock block = linear_block(program, tiles, rows);
-    const int64_t visits = (int64_t)tiles->groups * TE_MAX(1, block.strips / TE_PANEL_STRIPS) * (block.tokens / 4);
+    const int64_t blocks = (int64_t)divide_up(strips_of(tiles), TE_PANEL_STRIPS) * divide_up(rows, 4);
+    const int64_t visits = TE_MAX(1, blocks / num_chunks) * tiles->groups;
     ahead.base = (const uint8_t *)(cache->data + attention->layer * cache->layer_size);
-    ahead.offsets = plan->piece_offsets + first;
+    ahead.offsets = plan->pieces + start + first;
     ahead.num_pieces = end - first;
     ahead.piece_bytes = piece_bytes(cache);
     ahead.num_lines = divide_up((int64_t)ahead.num_pieces * (ahead.piece_bytes / 64), visits);
     return ahead;
+}
+
+static void run_joined(const TeProgram *program, int32_t index, int32_t rows, int32_t chunk, float *scratch)
+{
+    const TeLinear *linear = &program->ops[index].linear;
+    const TeGated *gated = &program->ops[index + 1].gated;
+    int32_t all_strips;
+    const LinearBlock block = block_of(program, index, &all_strips);
+    const int32_t strip_chunks = divide_up(all_strips, block.strips), width = gated->width;
+    const int32_t strip = chunk % strip_chunks * block.strips, token = chunk / strip_chunks * block.tokens;
+    const int32_t strips = TE_MIN(block.strips, all_strips - strip), num_tokens = TE_MIN(block.tokens, rows - token);
+    const int32_t column = strip * TE_TILE_ROWS, num_columns = strips * TE_TILE_ROWS;
+    const size_t strip_bytes = te_tile_strip_bytes(linear->tiles.kind, linear->tiles.columns);
+    const TeGroup *x = (const TeGroup *)linear->x + (int64_t)token * linear->tiles.groups;
+    const TeAhead values = {.tiles = linear->tiles.data + (size_t)(all_strips + strip) * strip_bytes,
+                            .strip_bytes = strip_bytes};
+    const TeAhead ahead = ahead_of(program, index, rows, chunk);
+    TeTiles tiles = linear->tiles;
+    tiles.rows = num_columns;
+    tiles.data += (size_t)strip * strip_bytes;
+    te_kernels()->linear(&tiles, x, linear->bias ? linear->bias + column : NULL, scratch, 2 * num_columns, 0, strips, 0,
+                         num_tokens, &values);
+    tiles.data = values.tiles;
+    te_kernels()->linear(&tiles, x, linear->bias ? linear->bias + width + column : NULL, scratch + num_columns,
+                         2 * num_columns, 0, strips, 0, num_tokens, &ahead);
+    for (int64_t i = 0; i < num_tokens; i++) {
+        const int64_t place = (token + i) * width + column; /* the width is whole groups */
+        te_kernels()->gated(scratch + i * 2 * num_columns, num_columns, gated->activation, 0, num_columns,
+                            linear->gated_out ? linear->gated_out + place : NULL,
+                            linear->gated_groups ? linear->gated_groups + place / TE_GROUP : NULL);
+    }
 }
 
 static void run_linear(const TeProgram *program, int32_t index, int32_t rows, int32_t chunk)
@@ -546,6 +616,13 @@ static void run_row(const TeProgram *program, const TeOp *op, int64_t row)
     }
 }
 
+/* Which task and KV head is chunk `chunk`: those with the most keys first, so that the last ones to finish are short. */
+static const TeAttentionTask *task_of(const AttentionPlan *plan, const TeCache *cache, int32_t chunk, int32_t *kv_head)
+{
+    *kv_head = chunk % cache->num_kv_heads;
+    return &plan->tasks[plan->num_tasks - 1 - chunk / cache->num_kv_heads];
+}
+
 static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t thread)
 {
     TeProgram *program = context;
@@ -553,7 +630,10 @@ static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t threa
     const int32_t rows = rows_of(program, op);
     switch (op->kind) {
     case TE_OP_LINEAR:
-        run_linear(program, index, rows, chunk);
+        if (is_joined(program, index))
+            run_joined(program, index, rows, chunk, program->scratch + (size_t)thread * program->scratch_floats);
+        else
+            run_linear(program, index, rows, chunk);
         break;
     case TE_OP_ACTIVATED_LINEAR:
         run_activated_linear(program, op, rows, chunk, program->scratch + (size_t)thread * program->scratch_floats);
@@ -575,13 +655,12 @@ static void run_chunk(void *context, int32_t index, int32_t chunk, int32_t threa
         break;
     }
     case TE_OP_ATTENTION: {
-        /* Tasks with the most keys first: the last ones to finish are short. */
         const AttentionPlan *plan = &program->plans[op->attention.kv_group];
-        int32_t kv_heads = program->step.caches[op->attention.kv_group].num_kv_heads;
-        int32_t task = plan->num_tasks - 1 - chunk / kv_heads;
+        int32_t kv_head;
+        const TeAttentionTask *task = task_of(plan, &program->step.caches[op->attention.kv_group], chunk, &kv_head);
         TeAttention attention = op->attention;
         attention.partials = program->partials;
-        te_kernels()->attention(&attention, &program->step, &plan->tasks[task], chunk % kv_heads,
+        te_kernels()->attention(&attention, &program->step, task, kv_head,
                                 program->scratch + (size_t)thread * program->scratch_floats);
         break;
     }
@@ -657,27 +736,41 @@ static void plan_tasks(const TeProgram *program, AttentionPlan *plan, int32_t gr
     plan->num_tasks = count;
 }
 
-/* Which keys and values a step of many tokens reads, as far as a cache may hold them. */
+/* Which keys and values each thread reads in a step of many tokens, as far as a cache may hold them. */
 static int plan_pieces(const TeProgram *program, AttentionPlan *plan, int32_t kv_group, int32_t window)
 {
     const TeStep *step = &program->step;
     const TeCache *cache = &step->caches[kv_group];
-    const int32_t most = MAX_FETCHED_BYTES / piece_bytes(cache);
-    plan->num_pieces = 0;
+    const int32_t bytes = piece_bytes(cache), num_threads = program->num_threads;
+    const int32_t most = MAX_FETCHED_BYTES / bytes / num_threads;
     if (step->num_tokens < TE_PANEL_MIN_TOKENS)
         return 1;
-    if (!reserve((void **)&plan->piece_offsets, &plan->piece_offset_bytes, (size_t)most * sizeof(int64_t)))
+    if (!reserve((void **)&plan->pieces, &plan->piece_bytes, (size_t)(most * num_threads) * sizeof(int64_t)) ||
+        !reserve((void **)&plan->piece_starts, &plan->piece_start_bytes, (size_t)(num_threads + 1) * sizeof(int32_t)))
         return 0;
-    for (int32_t sequence = 0; sequence < step->num_sequences; sequence++) {
-        const int32_t *blocks = step->block_table + ((int64_t)kv_group * step->num_sequences + sequence) * step->max_blocks;
-        const int32_t length = step->seq_lens[sequence];
-        const int32_t queries = step->query_start[sequence + 1] - step->query_start[sequence];
-        const int32_t first = window ? TE_MAX(length - queries - window + 1, 0) / TE_KV_TOKENS * TE_KV_TOKENS : 0;
-        for (int32_t place = first; place < length && plan->num_pieces < most; place += TE_KV_TOKENS) {
-            const int64_t slot = (int64_t)blocks[place / cache->block_size] * cache->block_size + place % cache->block_size;
-            plan->piece_offsets[plan->num_pieces++] = slot / TE_KV_TOKENS * piece_bytes(cache);
+    int32_t count = 0;
+    for (int32_t thread = 0; thread < num_threads; thread++) {
+        plan->piece_starts[thread] = count;
+        for (int32_t chunk = thread; chunk < plan->num_tasks * cache->num_kv_heads; chunk += num_threads) {
+            int32_t head;
+            const TeAttentionTask *task = task_of(plan, cache, chunk, &head);
+            const int32_t *blocks =
+                step->block_table + ((int64_t)kv_group * step->num_sequences + task->sequence) * step->max_blocks;
+            const int32_t end = step->query_start[task->sequence + 1], length = step->seq_lens[task->sequence];
+            const int32_t first_place = length - (end - task->first_row), num_keys = first_place + task->num_rows;
+            int32_t place = task->first_split * TE_KV_SPLIT;
+            if (task->first_row != step->query_start[task->sequence])
+                continue; /* nearly the same keys as the rows before */
+            if (window)
+                place = TE_MAX(place, TE_MAX(first_place - window + 1, 0) / TE_KV_TOKENS * TE_KV_TOKENS);
+            for (; place < TE_MIN(num_keys, task->end_split * TE_KV_SPLIT); place += TE_KV_TOKENS) {
+                const int64_t slot = (int64_t)blocks[place / cache->block_size] * cache->block_size + place % cache->block_size;
+                if (count - plan->piece_starts[thread] < most)
+                    plan->pieces[count++] = (slot / TE_KV_TOKENS * cache->num_kv_heads + head) * bytes;
+            }
         }
     }
+    plan->piece_starts[num_threads] = count;
     return 1;
 }
 
@@ -725,6 +818,8 @@ static int prepare_scratch(TeProgram *program)
             floats = te_full_attention_scratch_floats(longest, program->ops[op].full_attention.head_dim);
         else if (program->ops[op].kind == TE_OP_ACTIVATED_LINEAR)
             floats = ACTIVATED_TOKENS * ACTIVATED_COLUMNS;
+        else if (program->ops[op].kind == TE_OP_LINEAR && program->ops[op].linear.has_gate)
+            floats = TE_MAX(JOINED_FLOATS, 2 * JOINED_TOKENS * TE_GROUP);
         program->scratch_floats = TE_MAX(program->scratch_floats, (floats + 15) / 16 * 16);
     }
     return reserve((void **)&program->scratch, &program->scratch_capacity,
@@ -739,7 +834,7 @@ static int32_t prepare_step(TeProgram *program, TePool *pool, const TeStep *step
     if (!prepare_scratch(program))
         return 0;
     for (int32_t op = 0; op < program->num_ops; op++)
-        program->chunks[op] = num_chunks(program, &program->ops[op]);
+        program->chunks[op] = num_chunks(program, op);
     return 1;
 }
 

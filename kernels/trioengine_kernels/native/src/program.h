@@ -72,6 +72,9 @@ typedef struct {
     float *out;
     int64_t out_stride;
     int32_t may_round; /* of float tiles: see rounded_linear */
+    int32_t has_gate;  /* the next operation is a gate, in whole groups, and nobody else reads `out`... */
+    float *gated_out;  /* ...so that of many tokens, these are written instead, which are the gate's */
+    TeGroup *gated_groups;
 } TeLinear;
 
 /* A product whose results go through an activation before they leave the processor's cache. */
