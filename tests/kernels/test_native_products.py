@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from trioengine_kernels.native.library import Isa
+from trioengine_kernels.native.library import Isa, ThreadPool
 from trioengine_kernels.native.program import KVCache, ProgramBuilder, StepArrays
 from trioengine_kernels.native.tiles import TileKind, WeightTiles, pack_float, pack_ggml
 
@@ -164,9 +164,11 @@ def test_a_row_gives_the_same_bits_in_any_batch(library, pool, isa, kind, column
         assert np.array_equal(run_linear(library, pool, x[first:end], tiles), together[first:end])
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("rows", [33_000, 33_008])
-def test_results_too_large_for_a_cache_are_the_same_bits(library, pool, isa, rows):
+def test_results_too_large_for_a_cache_are_the_same_bits(library, isa, rows, num_threads):
     """Such as logits, of which some kernels write whole lines past the caches; the last strips are not whole."""
+    pool = ThreadPool(library, num_threads)
     rng = np.random.default_rng(10)
     tiles = pack_float(library, rng.standard_normal((rows, 32), dtype=np.float32), TileKind.INT8)
     x = rng.standard_normal((70, 32), dtype=np.float32)

@@ -50,7 +50,7 @@ _SUFFIX = ".pack"
 _TEMPORARY_PREFIX = ".writing-"
 _STALE_AFTER_S = 24 * 3600.0
 """What a writer that died has left behind is removed after a day."""
-_MAGIC = b"TEPACK02"
+_MAGIC = b"TEPACK01"
 _ALIGNMENT = 64
 
 

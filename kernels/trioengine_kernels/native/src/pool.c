@@ -1,11 +1,11 @@
 /* Threads that work through a list of operations together.
  *
  * Of T threads, thread t is to do chunks t, t + T, t + 2 T and so on of each operation, and has a counter for each
- * operation of those that nobody took, which nobody else writes while it has work of its own: then it takes from the
- * others'. It says once for each operation how many chunks it did; everyone goes on when no chunk is pending. So nobody
- * waits for a thread that took nothing: one that wakes late finds counters at zero and runs through them. All counters
- * are stamped with the epoch (the number of the run): one that sleeps through the end of a run fails its next
- * compare-and-swap, whose epoch is gone. That is also why they belong to the pool and not to the caller's list. */
+ * operation of those that nobody took. Others write it only when they have none of their own left. A thread says once
+ * for each operation how many chunks it did; everyone goes on when no chunk is pending. So nobody waits for a thread
+ * that took nothing: one that wakes late finds counters at zero and runs through them. All counters are stamped with the
+ * epoch (the number of the run): one that sleeps through the end of a run fails its next compare-and-swap, whose epoch
+ * is gone. That is also why they belong to the pool and not to the caller's list. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif

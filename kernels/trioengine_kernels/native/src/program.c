@@ -11,7 +11,7 @@
 
 #define MAX_SPLIT_TOKENS 16   /* steps of at most so many tokens are cut along their keys, too */
 #define QUERY_ROWS 24         /* query rows times heads per KV head that an attention task aims at */
-#define WORK_PER_CHUNK 1200000 /* multiplications: some tens of microseconds */
+#define WORK_PER_CHUNK 1200000 /* multiplications: about ten microseconds */
 #define MIN_WORK_PER_CHUNK 30000 /* a microsecond: less is not worth taking, however many threads there are */
 #define GATED_COLUMNS 512
 #define JOINED_FLOATS 4096 /* results of a product of up to JOINED_TOKENS tokens that go through a gate right away */
@@ -192,7 +192,7 @@ static int32_t piece_bytes(const TeCache *cache)
     return TE_KV_TOKENS * (cache->head_dim + cache->padded_dim) * (int32_t)sizeof(uint16_t);
 }
 
-/* How a product is cut: over strips, and where there are many tokens over these too, in multiples of 8. */
+/* How a product is cut: over strips, and where there are many tokens over these too. */
 static LinearBlock linear_block(const TeProgram *program, const TeTiles *tiles, int32_t rows)
 {
     const int32_t strips = strips_of(tiles);
@@ -316,6 +316,8 @@ static TeAhead ahead_of(const TeProgram *program, int32_t op, int32_t rows, int3
     const Following *following = &program->following[op];
     const int32_t num_chunks = program->chunks[op], next_chunk = chunk + program->num_threads;
     TeAhead ahead = {0};
+    if (rows < TE_PANEL_MIN_TOKENS)
+        return ahead; /* memory is what takes the time already */
     const int32_t next = next_chunk < num_chunks ? op : following->linear;
     if (next >= 0 && program->chunks[next] > 0) {
         const TeTiles *tiles = &program->ops[next].linear.tiles;
@@ -323,7 +325,7 @@ static TeAhead ahead_of(const TeProgram *program, int32_t op, int32_t rows, int3
                                                             : TE_MIN(next_chunk - num_chunks, program->chunks[next] - 1));
         ahead.strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
     }
-    if (following->attention < 0 || rows < TE_PANEL_MIN_TOKENS)
+    if (following->attention < 0 || program->step.num_tokens < TE_PANEL_MIN_TOKENS)
         return ahead;
     const TeAttention *attention = &program->ops[following->attention].attention;
     const AttentionPlan *plan = &program->plans[attention->kv_group];
@@ -337,7 +339,8 @@ static TeAhead ahead_of(const TeProgram *program, int32_t op, int32_t rows, int3
     const int32_t end = (int32_t)(num_pieces * (following->first_part + part * (place + 1)));
     const TeTiles *tiles = &program->ops[op].linear.tiles;
     const int64_t blocks = (int64_t)divide_up(strips_of(tiles), TE_PANEL_STRIPS) * divide_up(rows, 4);
-    const int64_t visits = TE_MAX(1, blocks / num_chunks) * tiles->groups;
+    /* Of a joined product, the second half fetches. */
+    const int64_t visits = TE_MAX(1, blocks / num_chunks / (is_joined(program, op) ? 2 : 1)) * tiles->groups;
     ahead.base = (const uint8_t *)(cache->data + attention->layer * cache->layer_size);
     ahead.offsets = plan->pieces + start + first;
     ahead.num_pieces = end - first;
@@ -750,8 +753,9 @@ static int plan_pieces(const TeProgram *program, AttentionPlan *plan, int32_t kv
         return 0;
     int32_t count = 0;
     for (int32_t thread = 0; thread < num_threads; thread++) {
+        const int32_t num_chunks = plan->num_tasks * cache->num_kv_heads, most_count = count + most;
         plan->piece_starts[thread] = count;
-        for (int32_t chunk = thread; chunk < plan->num_tasks * cache->num_kv_heads; chunk += num_threads) {
+        for (int32_t chunk = thread; chunk < num_chunks && count < most_count; chunk += num_threads) {
             int32_t head;
             const TeAttentionTask *task = task_of(plan, cache, chunk, &head);
             const int32_t *blocks =
@@ -763,10 +767,10 @@ static int plan_pieces(const TeProgram *program, AttentionPlan *plan, int32_t kv
                 continue; /* nearly the same keys as the rows before */
             if (window)
                 place = TE_MAX(place, TE_MAX(first_place - window + 1, 0) / TE_KV_TOKENS * TE_KV_TOKENS);
-            for (; place < TE_MIN(num_keys, task->end_split * TE_KV_SPLIT); place += TE_KV_TOKENS) {
+            const int32_t end_place = TE_MIN(num_keys, task->end_split * TE_KV_SPLIT);
+            for (; place < end_place && count < most_count; place += TE_KV_TOKENS) {
                 const int64_t slot = (int64_t)blocks[place / cache->block_size] * cache->block_size + place % cache->block_size;
-                if (count - plan->piece_starts[thread] < most)
-                    plan->pieces[count++] = (slot / TE_KV_TOKENS * cache->num_kv_heads + head) * bytes;
+                plan->pieces[count++] = (slot / TE_KV_TOKENS * cache->num_kv_heads + head) * bytes;
             }
         }
     }

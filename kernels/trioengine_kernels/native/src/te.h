@@ -149,7 +149,7 @@ typedef struct {
     const uint8_t *base;    /* then pieces: keys and values of the next attention */
     const int64_t *offsets; /* of each, bytes */
     int32_t num_pieces;
-    int32_t piece_bytes; /* a multiple of 64 */
+    int32_t piece_bytes;
     int32_t num_lines;   /* so many lines of 64 bytes at a time */
     int32_t piece;       /* where it is */
     int32_t place;

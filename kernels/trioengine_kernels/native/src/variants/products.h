@@ -342,13 +342,14 @@ TE_INLINE void panel_product(int kind, const TeTiles *tiles, const TeGroup *x, c
         }
     }
     out += (int64_t)first * out_stride;
-    const int is_aligned = (uintptr_t)out % 64 == 0 && out_stride % 16 == 0;
+    float *first_out = out + strip * TE_TILE_ROWS;
+    const int is_aligned = (uintptr_t)first_out % 64 == 0 && out_stride % 16 == 0;
+    const int is_whole = num_strips == TE_PANEL_STRIPS && strip * TE_TILE_ROWS + PANEL_ROWS <= tiles->rows;
     const int64_t bytes = (int64_t)count * tiles->rows * (int64_t)sizeof(float);
-    if (bytes >= STREAMED_BYTES && is_aligned && !bias && strip * TE_TILE_ROWS + PANEL_ROWS <= tiles->rows) {
+    if (bytes >= STREAMED_BYTES && is_aligned && is_whole && !bias) {
         for (int32_t t = 0; t < count; t++)
             for (int32_t h = 0; h < PANEL_HALVES; h++)
-                _mm512_stream_ps(out + t * out_stride + strip * TE_TILE_ROWS + 16 * h,
-                                 _mm512_loadu_ps(sums + t * PANEL_ROWS + 16 * h));
+                _mm512_stream_ps(first_out + t * out_stride + 16 * h, _mm512_loadu_ps(sums + t * PANEL_ROWS + 16 * h));
         _mm_sfence(); /* others may read them when they see that this chunk is done */
         return;
     }
@@ -631,8 +632,8 @@ static void linear(const TeTiles *tiles, const void *x, const float *bias, float
 {
     TeAhead own = ahead ? *ahead : (TeAhead){0};
     const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
-    const int32_t strips_in_cache = TE_MAX(2, (int32_t)(CACHED_BYTES / strip_bytes));
-    const int32_t step = end - first <= TE_MAX_TOKENS ? end_strip - first_strip : strips_in_cache;
+    const int32_t panels_in_cache = TE_MAX(1, (int32_t)(CACHED_BYTES / strip_bytes / TE_PANEL_STRIPS));
+    const int32_t step = end - first <= TE_MAX_TOKENS ? end_strip - first_strip : panels_in_cache * TE_PANEL_STRIPS;
     for (int32_t strip = first_strip; strip < end_strip; strip += step) {
         const int is_last = strip + step >= end_strip;
         own.tiles = is_last ? ahead ? ahead->tiles : NULL : tiles->data + (size_t)(strip + step) * strip_bytes;
