@@ -282,7 +282,7 @@ async def test_opening_and_closing_50_times_leaks_no_descriptor_no_thread_and_no
             if round_number == 0:  # what trio and ZeroMQ keep for good is there from now on
                 num_descriptors, num_threads = count_descriptors(), count_threads()
     assert count_descriptors() == num_descriptors
-    assert count_threads() == num_threads
+    assert count_threads() <= num_threads  # one of an earlier test's may have ended meanwhile
     assert not any(map(os.path.exists, directories))
 
 

@@ -10,7 +10,7 @@ import random
 import socket
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -233,14 +233,24 @@ async def run_load(
             for prompt, its_times in remaining:
                 await stream_completion(connection, load.body(prompt), its_times)
 
-    try:
+    with first_error():
         async with trio.open_nursery() as nursery:
             for _ in range(min(concurrency, len(prompts))):
                 nursery.start_soon(work)
-    except* BenchError as failed:
-        # They failed for one reason, most likely; the first tells it.
-        raise failed.exceptions[0] from None
     return times
+
+
+@contextlib.contextmanager
+def first_error() -> Iterator[None]:
+    """Raises the first of a group of `BenchError`s by itself: they failed for one reason, most likely."""
+    errors: Sequence[BaseException] = ()
+    try:
+        yield
+    except* BenchError as failed:
+        errors = failed.exceptions
+    # Not up there: Python 3.11.2 makes a group of what is raised there.
+    if errors:
+        raise errors[0] from None
 
 
 def _note_event(event: bytes, now_s: float, times: CompletionTimes) -> None:

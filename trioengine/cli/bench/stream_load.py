@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import trio
 
-from trioengine.cli.bench.load_generator import CompletionLoad, CompletionTimes, ServerAddress
+from trioengine.cli.bench.load_generator import CompletionLoad, CompletionTimes, ServerAddress, first_error
 from trioengine.errors import BenchError
 from trioengine.types.stream_messages import PROTOCOL_VERSION, STREAM_PATH, Create, Credit, Hello, write_message
 
@@ -147,12 +147,10 @@ async def run_stream_load(
         async with StreamConnection(address) as connection:
             await read_streams(connection, body, own)
 
-    try:
+    with first_error():
         async with trio.open_nursery() as nursery:
             for index in range(min(num_connections, num_streams)):
                 nursery.start_soon(work, streams[index::num_connections])
-    except* BenchError as failed:
-        raise failed.exceptions[0] from None
     return streams
 
 
