@@ -10,7 +10,7 @@ import random
 import socket
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -241,7 +241,7 @@ async def run_load(
 
 
 @contextlib.contextmanager
-def first_error() -> Iterator[None]:
+def first_error() -> Generator[None]:
     """Raises the first of a group of `BenchError`s by itself: they failed for one reason, most likely."""
     errors: Sequence[BaseException] = ()
     try:
