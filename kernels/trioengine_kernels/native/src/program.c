@@ -316,8 +316,9 @@ static TeAhead ahead_of(const TeProgram *program, int32_t op, int32_t rows, int3
     const Following *following = &program->following[op];
     const int32_t num_chunks = program->chunks[op], next_chunk = chunk + program->num_threads;
     TeAhead ahead = {0};
-    if (rows < TE_PANEL_MIN_TOKENS)
-        return ahead; /* memory is what takes the time already */
+    /* Of few rows, memory is what takes the time already. */
+    if (rows < TE_PANEL_MIN_TOKENS || !is_quantized_linear(&program->ops[op]))
+        return ahead;
     const int32_t next = next_chunk < num_chunks ? op : following->linear;
     if (next >= 0 && program->chunks[next] > 0) {
         const TeTiles *tiles = &program->ops[next].linear.tiles;
@@ -387,9 +388,7 @@ static void run_linear(const TeProgram *program, int32_t index, int32_t rows, in
     const int32_t strips = strips_of(&linear->tiles), strip_chunks = divide_up(strips, block.strips);
     const int32_t strip = chunk % strip_chunks * block.strips, token = chunk / strip_chunks * block.tokens;
     const int32_t end_strip = TE_MIN(strip + block.strips, strips), end = TE_MIN(token + block.tokens, rows);
-    TeAhead ahead = {0};
-    if (is_quantized_linear(&program->ops[index]))
-        ahead = ahead_of(program, index, rows, chunk);
+    const TeAhead ahead = ahead_of(program, index, rows, chunk);
     if (linear->may_round)
         te_kernels()->rounded_linear(&linear->tiles, linear->x, linear->bias, linear->out, linear->out_stride, strip,
                                      end_strip, token, end);
@@ -415,7 +414,8 @@ static void run_activated_linear(const TeProgram *program, const TeOp *op, int32
     float *out = linear->out ? linear->out + (int64_t)token * width + column : scratch;
     const int64_t stride = linear->out ? width : ACTIVATED_COLUMNS;
     te_kernels()->linear(&tiles, (const char *)linear->x + (size_t)token * x_bytes,
-                         linear->bias ? linear->bias + column : NULL, out, stride, 0, strips_of(&tiles), 0, num_tokens, NULL);
+                         linear->bias ? linear->bias + column : NULL, out, stride, 0, strips_of(&tiles), 0, num_tokens,
+                         NULL);
     for (int32_t i = 0; i < num_tokens; i++)
         te_kernels()->activate(out + i * stride, num_columns, linear->activation, linear->out ? out + i * stride : NULL,
                                linear->groups ? linear->groups + (int64_t)(token + i) * groups + column / TE_GROUP

@@ -167,6 +167,20 @@ TE_INLINE vf vf_round(vf x)
     return (x + magic) - magic;
 }
 
+/* e^r for |r| <= ln 2 / 2, of Cephes' expf, for vectors of some width. */
+#define TE_EXP_SERIES(name, vector, set, fma)                                                                          \
+    TE_INLINE vector name(vector r)                                                                                    \
+    {                                                                                                                  \
+        vector p = set(1.9875691500e-4f);                                                                              \
+        p = fma(p, r, set(1.3981999507e-3f));                                                                          \
+        p = fma(p, r, set(8.3334519073e-3f));                                                                          \
+        p = fma(p, r, set(4.1665795894e-2f));                                                                          \
+        p = fma(p, r, set(1.6666665459e-1f));                                                                          \
+        p = fma(p, r, set(5.0000001201e-1f));                                                                          \
+        return fma(p, r * r, r + set(1.0f));                                                                           \
+    }
+TE_EXP_SERIES(vf_exp_series, vf, vf_set, vf_fma)
+
 /* e^x to about 1e-7, relative; exactly 0 below -87.3 and for -infinity; NaN stays NaN. After Cephes' expf: x = n ln 2
  * + r with |r| <= ln 2 / 2, and a polynomial for e^r. */
 TE_INLINE vf vf_exp(vf x)
@@ -177,13 +191,7 @@ TE_INLINE vf vf_exp(vf x)
     vf n = vf_round(bounded * vf_set(1.44269504088896341f));
     vf r = vf_fma(n, vf_set(-0.693359375f), bounded);
     r = vf_fma(n, vf_set(2.12194440e-4f), r);
-    vf p = vf_set(1.9875691500e-4f);
-    p = vf_fma(p, r, vf_set(1.3981999507e-3f));
-    p = vf_fma(p, r, vf_set(8.3334519073e-3f));
-    p = vf_fma(p, r, vf_set(4.1665795894e-2f));
-    p = vf_fma(p, r, vf_set(1.6666665459e-1f));
-    p = vf_fma(p, r, vf_set(5.0000001201e-1f));
-    p = vf_fma(p, r * r, r + vf_set(1.0f));
+    const vf p = vf_exp_series(r);
     /* A NaN has no integer: its lane is converted from 0, and p is NaN already. */
     vi exponent = __builtin_convertvector(vf_select(n == n, n, vf_zero()), vi);
     vf scaled = p * (vf)((exponent + vi_set(127)) << 23);
@@ -219,6 +227,25 @@ TE_INLINE vw vw_fma(vw a, vw b, vw c)
 {
     return _mm512_fmadd_ps(a, b, c);
 }
+
+TE_EXP_SERIES(vw_exp_series, vw, vw_set, vw_fma)
+
+/* vf_exp, twice as wide: the same operations. */
+TE_INLINE vw vw_exp(vw x)
+{
+    const __mmask16 is_tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ);
+    __m512 bounded = _mm512_mask_mov_ps(x, is_tiny, _mm512_set1_ps(-87.3f));
+    bounded = _mm512_mask_mov_ps(bounded, _mm512_cmp_ps_mask(bounded, _mm512_set1_ps(88.3f), _CMP_GT_OQ),
+                                 _mm512_set1_ps(88.3f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504088896341f)),
+                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-0.693359375f), bounded);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    const __m512 p = vw_exp_series(r);
+    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    const __m512 scaled = _mm512_mul_ps(p, (__m512)_mm512_slli_epi32(exponent, 23)); /* a NaN in p stays */
+    return _mm512_maskz_mov_ps(_mm512_knot(is_tiny), scaled);
+}
 #else
 typedef struct {
     vf low, high;
@@ -248,31 +275,6 @@ TE_INLINE void vw_store(float *p, vw v)
 TE_INLINE vw vw_fma(vw a, vw b, vw c)
 {
     return (vw){vf_fma(a.low, b.low, c.low), vf_fma(a.high, b.high, c.high)};
-}
-#endif
-
-#if defined(__AVX512VNNI__)
-/* vf_exp, twice as wide: the same operations. */
-TE_INLINE __m512 wide_exp(__m512 x)
-{
-    const __mmask16 is_tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ);
-    __m512 bounded = _mm512_mask_mov_ps(x, is_tiny, _mm512_set1_ps(-87.3f));
-    bounded = _mm512_mask_mov_ps(bounded, _mm512_cmp_ps_mask(bounded, _mm512_set1_ps(88.3f), _CMP_GT_OQ),
-                                 _mm512_set1_ps(88.3f));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504088896341f)),
-                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-0.693359375f), bounded);
-    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-    const __m512 scaled = _mm512_mul_ps(p, (__m512)_mm512_slli_epi32(exponent, 23)); /* a NaN in p stays */
-    return _mm512_maskz_mov_ps(_mm512_knot(is_tiny), scaled);
 }
 #endif
 

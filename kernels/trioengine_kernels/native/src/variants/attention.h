@@ -105,7 +105,7 @@ static __attribute__((noinline)) void wide_softmax_row(float *scores, int32_t nu
     const float row_max = vf_largest(vf_max((vf)_mm512_castps512_ps256(largest), (vf)_mm512_extractf32x8_ps(largest, 1)));
     const __m512 maxes = _mm512_set1_ps(row_max);
     for (int32_t i = 0; i < num_keys; i += 16) {
-        const __m512 weight = _mm512_maskz_mov_ps(seen[i / 16], wide_exp(_mm512_sub_ps(_mm512_loadu_ps(scores + i), maxes)));
+        const __m512 weight = _mm512_maskz_mov_ps(seen[i / 16], vw_exp(_mm512_sub_ps(_mm512_loadu_ps(scores + i), maxes)));
         total = _mm512_add_ps(total, weight);
         _mm512_storeu_ps(scores + i, weight);
     }

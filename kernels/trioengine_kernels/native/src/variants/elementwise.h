@@ -7,6 +7,15 @@
 #include "simd.h"
 #include "te.h"
 
+/* What a group says of its numbers, whose sum is `sum`. */
+TE_INLINE void finish_group(TeGroup *group, float scale, int32_t sum)
+{
+    group->scale = scale;
+    group->sum = scale * (float)sum;
+    group->offset = -128 * sum;
+    group->unused = 0;
+}
+
 /* The group's largest magnitude becomes 127. A group with a NaN or an infinity is all NaN afterwards (its scale is),
  * so that what went wrong shows in the output. */
 TE_INLINE void quantize_group(const vf x[4], TeGroup *group)
@@ -33,15 +42,11 @@ TE_INLINE void quantize_group(const vf x[4], TeGroup *group)
             group->q[8 * i + j] = (int8_t)q[j];
 #endif
     }
-    int32_t sum = vi_sum(sums);
-    group->scale = is_usable ? scale : poison;
-    group->sum = group->scale * (float)sum;
-    group->offset = -128 * sum;
-    group->unused = 0;
+    finish_group(group, is_usable ? scale : poison, vi_sum(sums));
 }
 
 #if defined(__AVX512VNNI__)
-/* The same of two vectors of sixteen. */
+/* quantize_group of two vectors of sixteen. */
 TE_INLINE void wide_quantize_group(__m512 low, __m512 high, TeGroup *group)
 {
     const float max = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
@@ -55,10 +60,7 @@ TE_INLINE void wide_quantize_group(__m512 low, __m512 high, TeGroup *group)
     const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
     _mm_storeu_si128((__m128i *)group->q, _mm512_cvtepi32_epi8(first));
     _mm_storeu_si128((__m128i *)(group->q + 16), _mm512_cvtepi32_epi8(second));
-    group->scale = is_usable ? scale : poison;
-    group->sum = group->scale * (float)sum;
-    group->offset = -128 * sum;
-    group->unused = 0;
+    finish_group(group, is_usable ? scale : poison, sum);
 }
 #endif
 
@@ -194,7 +196,7 @@ TE_INLINE __m512 wide_silu(__m512 x)
 {
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 negative = (__m512)_mm512_xor_si512((__m512i)x, _mm512_set1_epi32(INT32_MIN));
-    return _mm512_mul_ps(x, _mm512_div_ps(one, _mm512_add_ps(one, wide_exp(negative))));
+    return _mm512_mul_ps(x, _mm512_div_ps(one, _mm512_add_ps(one, vw_exp(negative))));
 }
 #endif
 

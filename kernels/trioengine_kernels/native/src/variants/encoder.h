@@ -133,14 +133,7 @@ TE_INLINE vf exp_of_negative(vf x)
     const vf magic = vf_set(12582912.0f), bounded = vf_max(vf_set(-86.0f), x);
     const vf shifted = vf_fma(bounded, vf_set(1.44269504088896341f), magic); /* its lowest bits are those of n */
     const vf r = vf_fma(shifted - magic, vf_set(-0.69314718055994531f), bounded);
-    vf p = vf_set(1.9875691500e-4f);
-    p = vf_fma(p, r, vf_set(1.3981999507e-3f));
-    p = vf_fma(p, r, vf_set(8.3334519073e-3f));
-    p = vf_fma(p, r, vf_set(4.1665795894e-2f));
-    p = vf_fma(p, r, vf_set(1.6666665459e-1f));
-    p = vf_fma(p, r, vf_set(5.0000001201e-1f));
-    p = vf_fma(p, r * r, r + vf_set(1.0f));
-    return p * (vf)(((vi)shifted << 23) + vi_set(127 << 23));
+    return vf_exp_series(r) * (vf)(((vi)shifted << 23) + vi_set(127 << 23));
 }
 
 /* A row's scores to weights, the largest of which is 1; returns their sum. Those of whole units of 16 keys are written;

@@ -631,13 +631,14 @@ static void linear(const TeTiles *tiles, const void *x, const float *bias, float
                    int32_t first_strip, int32_t end_strip, int32_t first, int32_t end, const TeAhead *ahead)
 {
     TeAhead own = ahead ? *ahead : (TeAhead){0};
-    const size_t strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
+    const uint8_t *after = own.tiles;
+    const size_t after_bytes = own.strip_bytes, strip_bytes = te_tile_strip_bytes(tiles->kind, tiles->columns);
     const int32_t panels_in_cache = TE_MAX(1, (int32_t)(CACHED_BYTES / strip_bytes / TE_PANEL_STRIPS));
     const int32_t step = end - first <= TE_MAX_TOKENS ? end_strip - first_strip : panels_in_cache * TE_PANEL_STRIPS;
     for (int32_t strip = first_strip; strip < end_strip; strip += step) {
         const int is_last = strip + step >= end_strip;
-        own.tiles = is_last ? ahead ? ahead->tiles : NULL : tiles->data + (size_t)(strip + step) * strip_bytes;
-        own.strip_bytes = is_last && ahead ? ahead->strip_bytes : strip_bytes;
+        own.tiles = is_last ? after : tiles->data + (size_t)(strip + step) * strip_bytes;
+        own.strip_bytes = is_last ? after_bytes : strip_bytes;
         linear_piece(tiles, x, bias, out, out_stride, strip, TE_MIN(strip + step, end_strip), first, end, &own);
     }
 }
