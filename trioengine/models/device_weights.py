@@ -20,6 +20,7 @@ from trioengine.checkpoint.quantized import QuantizedMatrix, ScaledMatrix
 from trioengine.config.engine import Quantization
 from trioengine.models.device_ops import DeviceMatrix
 from trioengine.models.device_planes import Planes, kind_of_blocks, packed_nibbles, planes_of_blocks, quantized
+from trioengine.models.loader import what_floats_become
 from trioengine.models.packed_groups import PackedForm, group_fields, packed_form
 from trioengine.models.source import Floats, MatrixPart, StoredMatrix
 
@@ -79,7 +80,7 @@ class DeviceWeightMaker:
         """
         self._device = device
         self._dtype = dtype
-        self._floats_become = None if quantization is None else WeightKind(quantization.value)
+        self._quantization = quantization
 
     def matrix(self, parts: Sequence[MatrixPart], *, min_bits: int = 4) -> DeviceMatrix:
         """The parts, one below the other.
@@ -92,9 +93,8 @@ class DeviceWeightMaker:
             CheckpointError: numbers are damaged.
             torch.OutOfMemoryError: they do not fit.
         """
-        floats_become = self._floats_become if min_bits <= 8 else None
-        if floats_become is WeightKind.INT4 and min_bits > 4:
-            floats_become = WeightKind.INT8
+        quantization = what_floats_become(self._quantization, min_bits)
+        floats_become = None if quantization is None else WeightKind(quantization.value)
         described = [_described(part, floats_become) for part in parts]
         form = _common_form([part.form for part in described])
         num_rows, num_columns = sum(part.num_rows for part in parts), parts[0].num_columns

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from trioengine.checkpoint.gguf import GGUFTensor, open_gguf
 from trioengine.checkpoint.locate import ModelKind, ModelLocation
+from trioengine.config.engine import Quantization
 from trioengine.errors import CheckpointError
 from trioengine.models.config import (
     Experts,
@@ -47,6 +48,13 @@ MatrixT = TypeVar("MatrixT")
 VectorT = TypeVar("VectorT")
 MatrixT_co = TypeVar("MatrixT_co", covariant=True)
 VectorT_co = TypeVar("VectorT_co", covariant=True)
+
+
+def what_floats_become(asked_for: Quantization | None, min_bits: int) -> Quantization | None:
+    """In a matrix that needs so many bits, as `WeightMaker.matrix` has it; None keeps them."""
+    if asked_for is None or min_bits > 8:
+        return None
+    return Quantization.INT8 if asked_for is Quantization.INT4 and min_bits > 4 else asked_for
 
 
 class WeightMaker(Protocol[MatrixT_co, VectorT_co]):

@@ -36,6 +36,7 @@ from trioengine.models.loader import (
     LoadedModel,
     ReportFraction,
     load_model,
+    what_floats_become,
 )
 from trioengine.models.lora import LoRA, LoRAPlace, lora_targets
 from trioengine.models.pack_cache import cached_weights
@@ -122,10 +123,8 @@ class NativeWeights:
         return values
 
     def _float_kind(self, min_bits: int) -> TileKind | None:
-        """What floats become; None keeps them."""
-        if self._quantization is None or min_bits > 8:
-            return None
-        return TileKind.INT8 if min_bits > 4 else _TILE_KINDS[self._quantization]
+        quantization = what_floats_become(self._quantization, min_bits)
+        return None if quantization is None else _TILE_KINDS[quantization]
 
     def _pack(self, layout: "_Layout", parts: Sequence[MatrixPart]) -> Sequence[WeightTiles]:
         """Parts of one layout."""
