@@ -15,5 +15,5 @@ def test_each_operation_is_measured(library, pool, monkeypatch):
     assert names == {"linear", "attention", "rms_norm", "silu_mul", "rope_write_kv"}
     assert all(rate.seconds > 0 and rate.num_tokens > 0 for rate in rates)
     weights = [rate for rate in rates if rate.name == "linear int4"]
-    assert {rate.num_bytes for rate in weights} == {3072 * 576 // 256 * 160}
+    assert {rate.num_bytes for rate in weights} == {3072 // 8 * (32 + 576 // 32 * 160)}
     assert weights[0].num_flops == 2 * 3072 * 576

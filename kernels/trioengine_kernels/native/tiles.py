@@ -23,7 +23,7 @@ class TileKind(enum.IntEnum):
     """How weights are stored. Values are those of `TeTileKind` in src/te.h."""
 
     INT4 = 0
-    """0 to 15 times a scale plus a minimum, both halves, for each 32 columns of a row."""
+    """0 to 15 times a scale plus a minimum, for each 32 columns of a row; both are integers times a unit of the row."""
     INT8 = 1
     """-128 to 127 times a scale, a half, for each 32 columns of a row."""
     INT8_AFFINE = 2

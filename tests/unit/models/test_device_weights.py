@@ -23,7 +23,7 @@ from trioengine.models.loader import load_model, open_checkpoint  # noqa: E402
 from trioengine.models.source import MatrixPart, StoredMatrix  # noqa: E402
 from trioengine.models.torch_ops import load_torch_model  # noqa: E402
 from trioengine.testing.logits import torch_logits  # noqa: E402
-from trioengine.testing.native import native_library, tile_fields  # noqa: E402
+from trioengine.testing.native import int4_units, native_library, tile_fields  # noqa: E402
 from trioengine.testing.tiny_model import random_model, tiny_config, write_gguf  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -76,13 +76,24 @@ def codes_of(weight: QuantizedWeight) -> np.ndarray:
 
 
 def check_tiles(weight: QuantizedWeight, tiles) -> None:
-    """The same codes, scales and minimums."""
+    """The same codes, scales and minimums, but for the rounding of these two to a row's unit in tiles of 4 bits, and to
+    halves in planes."""
     assert weight.kind.name == tiles.kind.name
     codes, scales, minimums = tile_fields(tiles)
     assert np.array_equal(codes_of(weight), codes)
-    assert np.array_equal(weight.scales.numpy(), scales, equal_nan=True)
-    if weight.minimums is not None:
-        assert np.array_equal(weight.minimums.numpy(), minimums, equal_nan=True)
+    check_scales(weight, scales, minimums)
+
+
+def check_scales(weight: QuantizedWeight, scales: np.ndarray, minimums: np.ndarray) -> None:
+    """What `check_tiles` says of them."""
+    if weight.kind is not WeightKind.INT4:
+        assert np.array_equal(weight.scales.numpy(), scales)
+        assert weight.minimums is None or np.array_equal(weight.minimums.numpy(), minimums)
+        return
+    assert weight.minimums is not None
+    unit, half = int4_units(scales, minimums), 2.0**-11
+    assert np.all(np.abs(weight.scales.numpy() - scales) <= 0.51 * unit + half * np.abs(scales))
+    assert np.all(np.abs(weight.minimums.numpy() - minimums) <= 8.1 * unit + half * np.abs(minimums))
 
 
 NATIVE_KINDS = [kind for kind in PLACES_OF_HALVES if kind.name in GGML_TYPE_NAMES]
@@ -125,15 +136,26 @@ def test_floats_are_rounded_as_for_tiles(quantization: Quantization, kind: GGMLT
     part = float_part(values, kind)
     tiles = pack_float(native_library(), part.floats(), TileKind[quantization.name])
     weight = made_planes(part, quantization=quantization)
-    is_finite = np.isfinite(tile_fields(tiles)[1])
-    assert np.array_equal(np.isfinite(weight.scales.numpy()), is_finite)
-    assert np.count_nonzero(~is_finite) == 3
-    of_groups = is_finite[:, np.arange(96) // 32]
     codes, scales, minimums = tile_fields(tiles)
-    assert np.array_equal(codes_of(weight)[of_groups], codes[of_groups])
-    assert np.array_equal(weight.scales.numpy()[is_finite], scales[is_finite])
-    if weight.minimums is not None:
-        assert np.array_equal(weight.minimums.numpy()[is_finite], minimums[is_finite])
+    is_finite = np.isfinite(weight.scales.numpy())
+    assert np.count_nonzero(~is_finite) == 3
+    if quantization is Quantization.INT8:
+        assert np.array_equal(np.isfinite(scales), is_finite)
+    else:
+        # There, what is not finite spoils its row.
+        assert np.array_equal(np.isfinite(scales), np.broadcast_to(is_finite.all(axis=1, keepdims=True), scales.shape))
+    rows = is_finite.all(axis=1)
+    of_groups = is_finite[:, np.arange(96) // 32]
+    differences = np.abs(codes_of(weight)[of_groups] - codes[of_groups])
+    # The device's codes are those of scales that were rounded to halves.
+    assert differences.max() <= (1 if quantization is Quantization.INT4 else 0)
+    assert np.count_nonzero(differences) < 0.01 * differences.size
+    finite = attrs.evolve(
+        weight,
+        scales=weight.scales[rows],
+        minimums=None if weight.minimums is None else weight.minimums[rows],
+    )
+    check_scales(finite, scales[rows], minimums[rows])
 
 
 def test_floats_become_float8_with_a_scale_for_each_row() -> None:

@@ -123,13 +123,14 @@ def random_blocks(kind: GGMLType, shape: tuple[int, int]) -> np.ndarray:
 KINDS = {
     GGMLType.F16: (TileKind.F16, 1e-3),
     GGMLType.BF16: (TileKind.F16, 1e-3),
-    GGMLType.Q4_0: (TileKind.INT4, 0.02),
-    GGMLType.Q4_1: (TileKind.INT4, 0.02),
+    # Their scales and minimums are rounded to 15 bits.
+    GGMLType.Q4_0: (TileKind.INT4, 0.03),
+    GGMLType.Q4_1: (TileKind.INT4, 0.03),
+    GGMLType.Q4_K: (TileKind.INT4, 0.03),
     GGMLType.Q8_0: (TileKind.INT8, 0.02),
     GGMLType.Q5_0: (TileKind.INT8, 0.02),
     GGMLType.Q5_1: (TileKind.INT8_AFFINE, 0.02),
-    # Their scales are rounded to halves.
-    GGMLType.Q4_K: (TileKind.INT4, 0.02),
+    # Its scales are rounded to halves.
     GGMLType.Q5_K: (TileKind.INT8_AFFINE, 0.02),
     # Rounded again, to 8 bits with one scale for 32.
     GGMLType.Q6_K: (TileKind.INT8, 0.04),

@@ -1,7 +1,8 @@
 /* Packs weight matrices into tiles (te.h): from GGUF's quantized blocks, whose numbers are kept, or from floats.
  *
- * Block layouts are those of ggml's ggml-common.h. Q4_K and Q5_K hold products of two numbers as scales; these are
- * rounded to halves here. Q6_K has a scale for 16 columns; its values are rounded again to 8 bits with one for 32. */
+ * Block layouts are those of ggml's ggml-common.h. Q5_K holds products of two numbers as scales; these are
+ * rounded to halves here, and what belongs to 4 bits to multiples of a row's unit. Q6_K has a scale for 16 columns; its
+ * values are rounded again to 8 bits with one for 32. */
 #include <math.h>
 #include <string.h>
 
@@ -28,37 +29,15 @@ enum {
  * bits: bytes are what tiles hold, so most types need no arithmetic. */
 typedef struct {
     uint8_t bytes[TE_GROUP];
-    uint16_t scale; /* halves */
-    uint16_t min;
+    float scale; /* of 8 bits, a half's value */
+    float min;
 } Group;
-
-size_t te_tile_strip_bytes(int32_t kind, int32_t columns)
-{
-    size_t groups = (size_t)(columns + TE_GROUP - 1) / TE_GROUP, width = (size_t)columns;
-    switch (kind) {
-    case TE_INT4:
-        return groups * 160;
-    case TE_INT8:
-        return groups * 272;
-    case TE_INT8_AFFINE:
-        return groups * 288;
-    case TE_F16:
-        return width * TE_FLOAT_ROWS * 2;
-    default:
-        return width * TE_FLOAT_ROWS * 4;
-    }
-}
-
-static uint16_t bits_at(const uint8_t *p)
-{
-    uint16_t bits;
-    memcpy(&bits, p, 2);
-    return bits;
-}
 
 static float half_at(const uint8_t *p)
 {
-    return te_half_to_float(bits_at(p));
+    uint16_t bits;
+    memcpy(&bits, p, 2);
+    return te_half_to_float(bits);
 }
 
 static void unpack_nibbles(const uint8_t *bytes, Group *group)
@@ -95,8 +74,8 @@ static void k_scale_and_min(const uint8_t *block, int index, Group *group)
         scale = (packed[index + 4] & 15) | (packed[index - 4] >> 6 << 4);
         min = packed[index + 4] >> 4 | (packed[index] >> 6 << 4);
     }
-    group->scale = te_float_to_half(half_at(block) * (float)scale);
-    group->min = te_float_to_half(-half_at(block + 2) * (float)min);
+    group->scale = half_at(block) * (float)scale;
+    group->min = -half_at(block + 2) * (float)min;
 }
 
 /* To nearest, ties to even, for what is below 2^22: rintf is a call on processors without an instruction for it. */
@@ -125,10 +104,10 @@ static void requantize(Group *group, const float *values)
 {
     float largest;
     const int is_finite = largest_magnitude(values, &largest);
-    group->min = 0;
-    group->scale = te_float_to_half(is_finite ? largest / 127.0f : NAN);
-    const float scale = te_half_to_float(group->scale);
+    const float scale = te_half_to_float(te_float_to_half(is_finite ? largest / 127.0f : NAN));
     const float inverse = scale > 0.0f && isfinite(scale) ? 1.0f / scale : 0.0f;
+    group->min = 0.0f;
+    group->scale = scale;
     if (inverse == 0.0f) {
         memset(group->bytes, 128, TE_GROUP);
         return;
@@ -157,45 +136,45 @@ static void unpack_q6_k(const uint8_t *block, int index, Group *group)
 static void unpack_group(int32_t type, const uint8_t *row, int32_t index, Group *group)
 {
     const uint8_t *block;
-    group->min = 0;
+    group->min = 0.0f;
     switch (type) {
     case GGML_Q4_0:
         block = row + (size_t)index * 18;
-        group->scale = bits_at(block);
-        group->min = te_float_to_half(-8.0f * half_at(block));
+        group->scale = half_at(block);
+        group->min = -8.0f * group->scale;
         unpack_nibbles(block + 2, group);
         break;
     case GGML_Q4_1:
         block = row + (size_t)index * 20;
-        group->scale = bits_at(block);
-        group->min = bits_at(block + 2);
+        group->scale = half_at(block);
+        group->min = half_at(block + 2);
         unpack_nibbles(block + 4, group);
         break;
     case GGML_Q5_0:
         block = row + (size_t)index * 22;
-        group->scale = bits_at(block);
+        group->scale = half_at(block);
         unpack_nibbles(block + 6, group);
         add_fifth_bits(block + 2, group);
         add_to_bytes(group, 128 - 16);
         break;
     case GGML_Q5_1:
         block = row + (size_t)index * 24;
-        group->scale = bits_at(block);
-        group->min = bits_at(block + 2);
+        group->scale = half_at(block);
+        group->min = half_at(block + 2);
         unpack_nibbles(block + 8, group);
         add_fifth_bits(block + 4, group);
         add_to_bytes(group, 128);
         break;
     case GGML_Q8_0:
         block = row + (size_t)index * 34;
-        group->scale = bits_at(block);
+        group->scale = half_at(block);
         memcpy(group->bytes, block + 2, TE_GROUP);
         add_to_bytes(group, 128);
         break;
     case TE_Q8_1:
         block = row + (size_t)index * 36;
-        group->scale = bits_at(block);
-        group->min = bits_at(block + 2);
+        group->scale = half_at(block);
+        group->min = half_at(block + 2);
         memcpy(group->bytes, block + 4, TE_GROUP);
         add_to_bytes(group, 128);
         break;
@@ -217,24 +196,48 @@ static void unpack_group(int32_t type, const uint8_t *row, int32_t index, Group 
     }
 }
 
-/* Row `lane` of a tile: four columns are one word. */
-static void store_group(int32_t kind, uint8_t *tile, int lane, const Group *group)
+/* Row `lane` of a tile of 8 bits: four columns are one word. */
+static void store_group8(int32_t kind, uint8_t *tile, int lane, const Group *group)
 {
-    memcpy(tile + 2 * lane, &group->scale, 2);
-    uint8_t *bytes = tile + 16;
-    if (kind != TE_INT8) {
-        memcpy(tile + 16 + 2 * lane, &group->min, 2);
-        bytes = tile + 32;
-    }
-    bytes += 4 * lane;
-    for (int j = 0; j < (kind == TE_INT4 ? 4 : 8); j++) {
+    const uint16_t scale = te_float_to_half(group->scale), min = te_float_to_half(group->min);
+    memcpy(tile + 2 * lane, &scale, 2);
+    if (kind == TE_INT8_AFFINE)
+        memcpy(tile + 16 + 2 * lane, &min, 2);
+    uint8_t *bytes = tile + te_tile_header_bytes(kind) + 4 * lane;
+    for (int j = 0; j < 8; j++)
+        memcpy(bytes + 32 * j, group->bytes + 4 * j, 4);
+}
+
+static void store_group4(uint8_t *tile, int lane, const Group *group)
+{
+    uint8_t *bytes = tile + te_tile_header_bytes(TE_INT4) + 4 * lane;
+    for (int j = 0; j < 4; j++) {
         uint32_t word, high;
         memcpy(&word, group->bytes + 4 * j, 4);
-        if (kind == TE_INT4) {
-            memcpy(&high, group->bytes + 16 + 4 * j, 4);
-            word |= high << 4;
-        }
+        memcpy(&high, group->bytes + 16 + 4 * j, 4);
+        word |= high << 4;
         memcpy(bytes + 32 * j, &word, 4);
+    }
+}
+
+/* Row `lane` of a strip of INT4: its unit, and its groups' scales and minimums in it. The largest number that products
+ * make of these fits into 32 bits: 8 * 127 * 32 * (limit + 1) for each of both. */
+static void store_int4_scales(uint8_t *strip, int lane, int32_t groups, const float *scales, const float *mins)
+{
+    const float limit = TE_INT4_LIMIT;
+    float largest = 0.0f, poison = 0.0f;
+    for (int32_t g = 0; g < groups; g++) {
+        const float middle = (mins[g] + 8.0f * scales[g]) * 0.125f;
+        largest = TE_MAX(largest, TE_MAX(fabsf(scales[g]), fabsf(middle)));
+        poison += (scales[g] + middle) * 0.0f;
+    }
+    const int is_finite = poison == 0.0f, is_zero = is_finite && largest < 1e-30f;
+    const float unit = is_finite ? (is_zero ? 0.0f : largest / limit) : NAN, inverse = limit / largest;
+    memcpy(strip + 4 * lane, &unit, 4);
+    for (int32_t g = 0; g < groups && is_finite && !is_zero; g++) {
+        const float middle = (mins[g] + 8.0f * scales[g]) * 0.125f;
+        const int16_t pair[2] = {(int16_t)rounded(scales[g] * inverse), (int16_t)rounded(middle * inverse)};
+        memcpy(strip + TE_INT4_UNITS_BYTES + g * te_tile_bytes(TE_INT4) + 4 * lane, pair, 4);
     }
 }
 
@@ -256,9 +259,9 @@ static void quantize_floats(int32_t kind, const float *values, Group *group)
         lows[0] = TE_MIN(lows[0], lows[j]);
         highs[0] = TE_MAX(highs[0], highs[j]);
     }
-    group->scale = te_float_to_half(largest_magnitude(values, &largest) ? (highs[0] - lows[0]) / 15.0f : NAN);
-    group->min = te_float_to_half(lows[0]);
-    const float scale = te_half_to_float(group->scale), min = te_half_to_float(group->min);
+    const float scale = largest_magnitude(values, &largest) ? (highs[0] - lows[0]) / 15.0f : NAN, min = lows[0];
+    group->scale = scale;
+    group->min = min;
     if (!(scale > 0.0f)) {
         memset(group->bytes, 0, TE_GROUP);
         return;
@@ -298,11 +301,13 @@ typedef struct {
     uint8_t *out;
 } Packing;
 
-static void pack_quantized_strip(const Packing *p, int32_t strip, uint8_t *tile)
+static void pack_quantized_strip(const Packing *p, int32_t strip, uint8_t *out)
 {
     const int32_t groups = (p->columns + TE_GROUP - 1) / TE_GROUP;
     const int is_plain = p->type == GGML_F32 || p->type == GGML_F16 || p->type == GGML_BF16;
-    const size_t tile_bytes = te_tile_strip_bytes(p->kind, TE_GROUP);
+    const size_t tile_bytes = (size_t)te_tile_bytes(p->kind);
+    uint8_t *tiles = out + (p->kind == TE_INT4 ? TE_INT4_UNITS_BYTES : 0);
+    float scales[groups], mins[groups];
     for (int lane = 0; lane < TE_TILE_ROWS && strip * TE_TILE_ROWS + lane < p->rows; lane++) {
         const uint8_t *row = p->raw + (size_t)(strip * TE_TILE_ROWS + lane) * p->row_bytes;
         for (int32_t index = 0; index < groups; index++) {
@@ -314,8 +319,15 @@ static void pack_quantized_strip(const Packing *p, int32_t strip, uint8_t *tile)
             } else {
                 unpack_group(p->type, row, index, &group);
             }
-            store_group(p->kind, tile + (size_t)index * tile_bytes, lane, &group);
+            if (p->kind == TE_INT4)
+                store_group4(tiles + (size_t)index * tile_bytes, lane, &group);
+            else
+                store_group8(p->kind, tiles + (size_t)index * tile_bytes, lane, &group);
+            scales[index] = group.scale;
+            mins[index] = group.min;
         }
+        if (p->kind == TE_INT4)
+            store_int4_scales(out, lane, groups, scales, mins);
     }
 }
 

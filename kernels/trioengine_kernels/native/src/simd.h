@@ -33,6 +33,18 @@ TE_INLINE vf vf_set(float x)
     return (vf){x, x, x, x, x, x, x, x};
 }
 
+TE_INLINE vi vi_load(const void *p)
+{
+    vi v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+TE_INLINE vf vf_from(vi a)
+{
+    return __builtin_convertvector(a, vf);
+}
+
 TE_INLINE vf vf_zero(void)
 {
     return (vf){0};

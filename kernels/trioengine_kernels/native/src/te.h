@@ -41,7 +41,7 @@ TE_API void te_pool_run(TePool *pool, TeRun run, void *context, int32_t num_ops,
 /* ---- weights ---- */
 
 typedef enum {
-    TE_INT4 = 0,        /* 8 rows x 32 columns: 8 half scales, 8 half minimums, 128 bytes of nibbles */
+    TE_INT4 = 0,        /* 8 rows x 32 columns: 8 pairs of scale and minimum, 16 bits each, 128 bytes of nibbles */
     TE_INT8 = 1,        /* 8 half scales, 256 bytes: value + 128 */
     TE_INT8_AFFINE = 2, /* 8 half scales, 8 half minimums, 256 bytes: value + 128 */
     TE_F16 = 3,         /* 16 rows x 1 column */
@@ -50,7 +50,10 @@ typedef enum {
 } TeTileKind;
 
 /* Tiles of one row strip are consecutive; strips follow each other. The byte of row r, column 4j + i in a quantized
- * tile is 32j + 4r + i; INT4 keeps columns 0 to 15 in the low nibbles of its 128 bytes and 16 to 31 in the high. */
+ * tile is 32j + 4r + i; INT4 keeps columns 0 to 15 in the low nibbles of its 128 bytes and 16 to 31 in the high.
+ *
+ * A strip of INT4 begins with its rows' units, 8 floats: a nibble n stands for unit * (scale * (n - 8) + 8 * minimum).
+ * Scales and minimums are whole numbers, up to TE_INT4_LIMIT, so that a group's part of a product is one, too. */
 typedef struct {
     const uint8_t *data;
     int32_t kind;
@@ -59,7 +62,27 @@ typedef struct {
     int32_t groups; /* of quantized kinds: columns / 32, rounded up */
 } TeTiles;
 
-size_t te_tile_strip_bytes(int32_t kind, int32_t columns);
+#define TE_INT4_LIMIT 32767
+#define TE_INT4_UNITS_BYTES (TE_TILE_ROWS * 4)
+
+/* Of the scales and minimums before a quantized tile's numbers, and of the whole tile. */
+static inline int te_tile_header_bytes(int32_t kind)
+{
+    return kind == TE_INT8 ? 16 : 32;
+}
+
+static inline int te_tile_bytes(int32_t kind)
+{
+    return te_tile_header_bytes(kind) + (kind == TE_INT4 ? 128 : 256);
+}
+
+static inline size_t te_tile_strip_bytes(int32_t kind, int32_t columns)
+{
+    const size_t groups = (size_t)(columns + TE_GROUP - 1) / TE_GROUP, width = (size_t)columns;
+    if (kind == TE_F16 || kind == TE_F32)
+        return width * TE_FLOAT_ROWS * (kind == TE_F16 ? 2 : 4);
+    return (kind == TE_INT4 ? TE_INT4_UNITS_BYTES : 0) + groups * (size_t)te_tile_bytes(kind);
+}
 
 /* A quantized group of activations. */
 typedef struct {
@@ -67,7 +90,7 @@ typedef struct {
     float scale;
     float sum;      /* scale * sum of q */
     int32_t offset; /* -128 * sum of q: undoes the offset of INT8 weights */
-    int32_t unused;
+    int32_t start;  /* (8 << 16) - 8 times the sum of q: products.h says what for */
 } TeGroup;
 
 /* ---- attention ---- */

@@ -13,7 +13,7 @@ TE_INLINE void finish_group(TeGroup *group, float scale, int32_t sum)
     group->scale = scale;
     group->sum = scale * (float)sum;
     group->offset = -128 * sum;
-    group->unused = 0;
+    group->start = ((8 << 16) - 8) * sum; /* below 2^31: 32 * 127 is the largest sum */
 }
 
 /* The group's largest magnitude becomes 127. A group with a NaN or an infinity is all NaN afterwards (its scale is),
@@ -344,22 +344,31 @@ static void embedding(const TeTiles *tiles, int32_t row, float *out)
     }
     const uint8_t *tile = tiles->data + (size_t)(row / TE_TILE_ROWS) * strip_bytes;
     const int32_t lane = row % TE_TILE_ROWS;
-    for (int32_t group = 0; group < tiles->groups; group++) {
-        uint16_t halves[2 * TE_TILE_ROWS] = {0};
-        memcpy(halves, tile, tiles->kind == TE_INT8 ? 16 : 32);
-        float scale = te_half_to_float(halves[lane]), min = te_half_to_float(halves[TE_TILE_ROWS + lane]);
-        const uint8_t *bytes = tile + (tiles->kind == TE_INT8 ? 16 : 32);
-        int32_t count = TE_MIN(TE_GROUP, tiles->columns - group * TE_GROUP);
+    float unit = 1.0f;
+    if (tiles->kind == TE_INT4) {
+        memcpy(&unit, tile + 4 * lane, 4);
+        tile += TE_INT4_UNITS_BYTES;
+    }
+    for (int32_t group = 0; group < tiles->groups; group++, tile += te_tile_bytes(tiles->kind)) {
+        const uint8_t *bytes = tile + te_tile_header_bytes(tiles->kind) + 4 * lane;
+        const int32_t count = TE_MIN(TE_GROUP, tiles->columns - group * TE_GROUP);
+        int16_t pair[2];
+        uint16_t halves[2] = {0};
+        memcpy(pair, tile + 4 * lane, 4);
+        memcpy(halves, tile + 2 * lane, 2);
+        if (tiles->kind == TE_INT8_AFFINE)
+            memcpy(halves + 1, tile + 16 + 2 * lane, 2);
+        const float scale = te_half_to_float(halves[0]), min = te_half_to_float(halves[1]);
         for (int32_t i = 0; i < count; i++) {
-            int32_t q;
-            if (tiles->kind == TE_INT4)
-                q = bytes[(i % 16) / 4 * 32 + 4 * lane + i % 4] >> (i < 16 ? 0 : 4) & 15;
-            else
-                q = (int32_t)bytes[i / 4 * 32 + 4 * lane + i % 4] - 128;
-            float value = scale * (float)q;
-            out[group * TE_GROUP + i] = tiles->kind == TE_INT8 ? value : value + min;
+            float *value = out + group * TE_GROUP + i;
+            if (tiles->kind == TE_INT4) {
+                const int32_t q = (bytes[(i % 16) / 4 * 32 + i % 4] >> (i < 16 ? 0 : 4) & 15) - 8;
+                *value = unit * (float)(pair[0] * q + 8 * pair[1]);
+            } else {
+                const float scaled = scale * (float)((int32_t)bytes[i / 4 * 32 + i % 4] - 128);
+                *value = tiles->kind == TE_INT8 ? scaled : scaled + min;
+            }
         }
-        tile = bytes + (tiles->kind == TE_INT4 ? 128 : 256);
     }
 }
 

@@ -1,10 +1,17 @@
 /* Matrix products with packed weights.
  *
- * Each output is one sequence of operations, whatever else is computed beside it: for quantized tiles, groups in order
+ * Each output is one sequence of operations, whatever else is computed beside it: for tiles of 8 bits, groups in order
  * of k, each an exact integer dot product, then
  *     sum = fma(float(dot), scale_w * scale_x, sum);  sum = fma(min_w, sum_x, sum);
- * for float tiles, one fma per column in order of k. The bias is added last. Blocks of tokens and strips only decide
- * how often a tile is loaded. */
+ * for INT4, whose scales and minimums are integers,
+ *     sum = fma(float(scale_w * dot + min_w * eight_sums), scale_x, sum),
+ * times the row's unit in the end; for float tiles, one fma per column in order of k. The bias is added last. Blocks of
+ * tokens and strips only decide how often a tile is loaded.
+ *
+ * Of INT4, `dot`, of nibbles less 8, fits into 16 bits, and so does 8 times the sum of the activations: one 32-bit number
+ * holds both, since a group's `start` is what the sum of nibbles times activations begins with, and one instruction
+ * multiplies its halves with the two integers of the tile. Where dot is below 0 it borrows one from the upper half:
+ * eight_sums is one less there, an eighth of the least that a sum of activations can change by. */
 #ifndef TE_PRODUCTS_H
 #define TE_PRODUCTS_H
 
@@ -57,10 +64,10 @@ TE_INLINE void load_quads(int kind, const uint8_t *bytes, Quad w[8])
     }
 }
 
-TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
+TE_INLINE vi dot(int kind, const Quad w[8], const TeGroup *x)
 {
 #if defined(TE_DPBUSD)
-    __m256i sum = kind == TE_INT4 ? _mm256_setzero_si256() : _mm256_set1_epi32(x->offset);
+    __m256i sum = _mm256_set1_epi32(kind == TE_INT4 ? x->start : x->offset);
     for (int j = 0; j < 8; j++)
         sum = TE_DPBUSD(sum, w[j], four_columns(x, j));
 #else
@@ -71,7 +78,7 @@ TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
         __m256i pairs = _mm256_maddubs_epi16(w[0], four_columns(x, 0));
         for (int j = 1; j < 8; j++)
             pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[j], four_columns(x, j)));
-        sum = _mm256_madd_epi16(pairs, ones);
+        sum = _mm256_add_epi32(_mm256_madd_epi16(pairs, ones), _mm256_set1_epi32(x->start));
     } else {
         /* Magnitudes times signed activations; no overflow: 2 * 128 * 127 = 32512. */
         sum = _mm256_setzero_si256();
@@ -82,7 +89,12 @@ TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
         }
     }
 #endif
-    return (vf)_mm256_cvtepi32_ps(sum);
+    return (vi)sum;
+}
+
+TE_INLINE vi multiply_halves(vi a, vi b)
+{
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 }
 
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -108,10 +120,9 @@ TE_INLINE void load_quads(int kind, const uint8_t *bytes, Quad w[8])
     }
 }
 
-TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
+TE_INLINE vi dot(int kind, const Quad w[8], const TeGroup *x)
 {
-    (void)kind;
-    int32x4_t low = vdupq_n_s32(0), high = vdupq_n_s32(0);
+    int32x4_t low = vdupq_n_s32(kind == TE_INT4 ? x->start : 0), high = low;
     for (int j = 0; j < 8; j++) {
         int32_t bytes;
         memcpy(&bytes, x->q + 4 * j, 4);
@@ -119,9 +130,22 @@ TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
         low = vdotq_s32(low, w[j].low, columns);
         high = vdotq_s32(high, w[j].high, columns);
     }
-    float32x4_t both[2] = {vcvtq_f32_s32(low), vcvtq_f32_s32(high)};
-    vf result;
+    int32x4_t both[2] = {low, high};
+    vi result;
     memcpy(&result, both, sizeof result);
+    return result;
+}
+
+TE_INLINE vi multiply_halves(vi a, vi b)
+{
+    int16x8_t x[2], y[2];
+    int32x4_t sums[2];
+    memcpy(x, &a, sizeof x);
+    memcpy(y, &b, sizeof y);
+    for (int i = 0; i < 2; i++)
+        sums[i] = vpaddq_s32(vmull_s16(vget_low_s16(x[i]), vget_low_s16(y[i])), vmull_high_s16(x[i], y[i]));
+    vi result;
+    memcpy(&result, sums, sizeof result);
     return result;
 }
 
@@ -144,17 +168,21 @@ TE_INLINE void load_quads(int kind, const uint8_t *bytes, Quad w[8])
         }
 }
 
-TE_INLINE vf dot(int kind, const Quad w[8], const TeGroup *x)
+TE_INLINE vi dot(int kind, const Quad w[8], const TeGroup *x)
 {
-    (void)kind;
-    vf result;
-    int32_t sums[8] = {0};
+    vi sums = vi_set(kind == TE_INT4 ? x->start : 0);
     for (int j = 0; j < 8; j++)
         for (int row = 0; row < 8; row++)
             for (int i = 0; i < 4; i++)
                 sums[row] += (int32_t)w[j].values[4 * row + i] * (int32_t)x->q[4 * j + i];
-    for (int row = 0; row < 8; row++)
-        result[row] = (float)sums[row];
+    return sums;
+}
+
+TE_INLINE vi multiply_halves(vi a, vi b)
+{
+    vi result;
+    for (int i = 0; i < 8; i++)
+        result[i] = (int32_t)(int16_t)a[i] * (int16_t)b[i] + (a[i] >> 16) * (b[i] >> 16);
     return result;
 }
 #endif
@@ -187,17 +215,18 @@ TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, c
                                float *out, int64_t out_stride, int32_t strip, int32_t token, TeAhead *ahead)
 {
     const int32_t groups = tiles->groups;
-    const int header = kind == TE_INT8 ? 16 : 32;
-    const int tile_bytes = header + (kind == TE_INT4 ? 128 : 256);
-    const uint8_t *tile = tiles->data + (size_t)strip * (size_t)groups * (size_t)tile_bytes;
+    const int header = te_tile_header_bytes(kind), tile_bytes = te_tile_bytes(kind);
+    const uint8_t *strip_start = tiles->data + (size_t)strip * te_tile_strip_bytes(kind, tiles->columns);
+    const uint8_t *tile = strip_start + (kind == TE_INT4 ? TE_INT4_UNITS_BYTES : 0);
     const TeGroup *rows = x + (int64_t)token * groups;
     vf sums[TE_MAX_TOKENS];
     for (int t = 0; t < num_tokens; t++)
         sums[t] = vf_zero();
     for (int32_t group = 0; group < groups; group++, tile += tile_bytes, rows++) {
         Quad w[8];
-        vf scale = vf_load_half((const uint16_t *)tile);
-        vf min = kind == TE_INT8 ? vf_zero() : vf_load_half((const uint16_t *)tile + TE_TILE_ROWS);
+        const vi pairs = vi_load(tile); /* of INT4 */
+        const vf scale = vf_load_half((const uint16_t *)tile);
+        const vf min = kind == TE_INT8_AFFINE ? vf_load_half((const uint16_t *)tile + TE_TILE_ROWS) : vf_zero();
         load_quads(kind, tile + header, w);
         /* Measured: with little to compute the processor looks ahead by itself, and hints disturb it. */
         for (int line = 0; num_tokens >= 4 && line < tile_bytes; line += 64)
@@ -207,13 +236,21 @@ TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, c
 #pragma GCC unroll 4
         for (int t = 0; t < num_tokens; t++) {
             const TeGroup *xt = rows + (int64_t)t * groups;
-            sums[t] = vf_fma(dot(kind, w, xt), scale * vf_set(xt->scale), sums[t]);
-            if (kind != TE_INT8)
+            if (kind == TE_INT4) {
+                const vi scaled = multiply_halves(dot(kind, w, xt), pairs);
+                sums[t] = vf_fma(vf_from(scaled), vf_set(xt->scale), sums[t]);
+                continue;
+            }
+            sums[t] = vf_fma(vf_from(dot(kind, w, xt)), scale * vf_set(xt->scale), sums[t]);
+            if (kind == TE_INT8_AFFINE)
                 sums[t] = vf_fma(min, vf_set(xt->sum), sums[t]);
         }
     }
-    for (int t = 0; t < num_tokens; t++)
+    for (int t = 0; t < num_tokens; t++) {
+        if (kind == TE_INT4)
+            sums[t] *= vf_load((const float *)strip_start);
         store_strip(out + (token + t) * out_stride, sums[t], bias, strip * TE_TILE_ROWS, tiles->rows);
+    }
 }
 
 #if defined(__AVX512VNNI__)
@@ -229,17 +266,21 @@ TE_INLINE void quantized_block(int kind, int num_tokens, const TeTiles *tiles, c
 
 typedef struct {
     uint8_t quads[PANEL_HALVES][8][64];
-    float scale[PANEL_ROWS];
-    float min[PANEL_ROWS];
+    float scale[PANEL_ROWS]; /* of INT4, pairs of integers */
+    float min[PANEL_ROWS];   /* of INT8_AFFINE */
 } __attribute__((aligned(64))) PanelTile;
 
 TE_INLINE void unpack_tile(int kind, const uint8_t *tile, int strip, PanelTile *panel)
 {
     Quad w[8];
-    vf_store(panel->scale + strip * TE_TILE_ROWS, vf_load_half((const uint16_t *)tile));
-    if (kind != TE_INT8)
+    float *scale = panel->scale + strip * TE_TILE_ROWS;
+    if (kind == TE_INT4)
+        memcpy(scale, tile, TE_TILE_ROWS * 4);
+    else
+        vf_store(scale, vf_load_half((const uint16_t *)tile));
+    if (kind == TE_INT8_AFFINE)
         vf_store(panel->min + strip * TE_TILE_ROWS, vf_load_half((const uint16_t *)tile + TE_TILE_ROWS));
-    load_quads(kind, tile + (kind == TE_INT8 ? 16 : 32), w);
+    load_quads(kind, tile + te_tile_header_bytes(kind), w);
     for (int j = 0; j < 8; j++)
         _mm256_store_si256((__m256i *)(panel->quads[strip / 2][j] + strip % 2 * 32), w[j]);
 }
@@ -251,7 +292,7 @@ TE_INLINE void panel_block(int kind, int num_tokens, const PanelTile *panel, int
                            int64_t x_stride, float *sums, const uint8_t *next, size_t next_stride, int32_t num_next,
                            TeAhead *ahead)
 {
-    const int tile_bytes = (kind == TE_INT8 ? 16 : 32) + (kind == TE_INT4 ? 128 : 256);
+    const int tile_bytes = te_tile_bytes(kind);
     __m512 acc[PANEL_BLOCK][PANEL_HALVES];
 #pragma GCC unroll 4
     for (int t = 0; t < num_tokens; t++)
@@ -264,7 +305,7 @@ TE_INLINE void panel_block(int kind, int num_tokens, const PanelTile *panel, int
         for (int t = 0; t < num_tokens; t++)
 #pragma GCC unroll 2
             for (int h = 0; h < PANEL_HALVES; h++)
-                dots[t][h] = _mm512_set1_epi32(kind == TE_INT4 ? 0 : x[t * x_stride].offset);
+                dots[t][h] = _mm512_set1_epi32(kind == TE_INT4 ? x[t * x_stride].start : x[t * x_stride].offset);
         for (int32_t strip = 0; strip < num_next; strip++)
             for (int line = 0; line < tile_bytes; line += 64)
                 __builtin_prefetch(next + (size_t)strip * next_stride + line);
@@ -286,9 +327,14 @@ TE_INLINE void panel_block(int kind, int num_tokens, const PanelTile *panel, int
             const __m512 x_scale = _mm512_set1_ps(x[t * x_stride].scale), x_sum = _mm512_set1_ps(x[t * x_stride].sum);
 #pragma GCC unroll 2
             for (int h = 0; h < PANEL_HALVES; h++) {
+                if (kind == TE_INT4) {
+                    const __m512i scaled = _mm512_madd_epi16(dots[t][h], _mm512_load_si512(panel->scale + 16 * h));
+                    acc[t][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(scaled), x_scale, acc[t][h]);
+                    continue;
+                }
                 const __m512 scale = _mm512_mul_ps(_mm512_load_ps(panel->scale + 16 * h), x_scale);
                 acc[t][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t][h]), scale, acc[t][h]);
-                if (kind != TE_INT8)
+                if (kind == TE_INT8_AFFINE)
                     acc[t][h] = _mm512_fmadd_ps(_mm512_load_ps(panel->min + 16 * h), x_sum, acc[t][h]);
             }
         }
@@ -309,8 +355,9 @@ TE_INLINE void panel_product(int kind, const TeTiles *tiles, const TeGroup *x, c
     float sums[PANEL_TOKENS * PANEL_ROWS];
     const int32_t groups = tiles->groups, num_panels = (groups + PANEL_GROUPS - 1) / PANEL_GROUPS;
     const int32_t groups_per_panel = (groups + num_panels - 1) / num_panels;
-    const size_t tile_bytes = te_tile_strip_bytes(kind, TE_GROUP), strip_bytes = tile_bytes * (size_t)groups;
-    const uint8_t *tile = tiles->data + (size_t)strip * strip_bytes;
+    const size_t tile_bytes = (size_t)te_tile_bytes(kind), strip_bytes = te_tile_strip_bytes(kind, tiles->columns);
+    const uint8_t *first_strip = tiles->data + (size_t)strip * strip_bytes;
+    const uint8_t *tile = first_strip + (kind == TE_INT4 ? TE_INT4_UNITS_BYTES : 0);
     const int32_t fetched_per_block = count >= 4 * PANEL_BLOCK ? 1 : 2;
     memset(sums, 0, (size_t)count * PANEL_ROWS * sizeof(float));
     for (int32_t group = 0; group < groups; group += groups_per_panel) {
@@ -341,6 +388,14 @@ TE_INLINE void panel_product(int kind, const TeTiles *tiles, const TeGroup *x, c
 #undef TE_TOKENS
         }
     }
+    if (kind == TE_INT4)
+        for (int32_t s = 0; s < num_strips; s++) {
+            const vf units = vf_load((const float *)(first_strip + (size_t)s * strip_bytes));
+            for (int32_t t = 0; t < count; t++) {
+                float *rows = sums + t * PANEL_ROWS + s * TE_TILE_ROWS;
+                vf_store(rows, vf_load(rows) * units);
+            }
+        }
     out += (int64_t)first * out_stride;
     float *first_out = out + strip * TE_TILE_ROWS;
     const int is_aligned = (uintptr_t)first_out % 64 == 0 && out_stride % 16 == 0;
