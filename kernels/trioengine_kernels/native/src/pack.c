@@ -84,27 +84,29 @@ static float rounded(float value)
     return (value + 0x1.8p23f) - 0x1.8p23f;
 }
 
-/* Of TE_GROUP floats. Returns whether all are finite: as whole numbers, the bits of magnitudes have their order, and
- * infinities and NaN come last. */
-static int largest_magnitude(const float *values, float *largest)
+/* As whole numbers, the bits of magnitudes have their order, and infinities and NaN come last. */
+static int32_t magnitude_bits(float value)
+{
+    int32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits & 0x7fffffff;
+}
+
+/* Of TE_GROUP floats; NaN where one is not finite. */
+static float largest_magnitude(const float *values)
 {
     int32_t most = 0;
-    for (int i = 0; i < TE_GROUP; i++) {
-        int32_t bits;
-        memcpy(&bits, values + i, 4);
-        bits &= 0x7fffffff;
-        most = TE_MAX(most, bits);
-    }
-    memcpy(largest, &most, 4);
-    return most < 0x7f800000;
+    float largest;
+    for (int i = 0; i < TE_GROUP; i++)
+        most = TE_MAX(most, magnitude_bits(values[i]));
+    memcpy(&largest, &most, 4);
+    return isfinite(largest) ? largest : NAN;
 }
 
 /* Floats to 8 bits and a scale. */
 static void requantize(Group *group, const float *values)
 {
-    float largest;
-    const int is_finite = largest_magnitude(values, &largest);
-    const float scale = te_half_to_float(te_float_to_half(is_finite ? largest / 127.0f : NAN));
+    const float scale = te_half_to_float(te_float_to_half(largest_magnitude(values) / 127.0f));
     const float inverse = scale > 0.0f && isfinite(scale) ? 1.0f / scale : 0.0f;
     group->min = 0.0f;
     group->scale = scale;
@@ -222,22 +224,24 @@ static void store_group4(uint8_t *tile, int lane, const Group *group)
 
 /* Row `lane` of a strip of INT4: its unit, and its groups' scales and minimums in it. The largest number that products
  * make of these fits into 32 bits: 8 * 127 * 32 * (limit + 1) for each of both. */
-static void store_int4_scales(uint8_t *strip, int lane, int32_t groups, const float *scales, const float *mins)
+static void store_int4_scales(uint8_t *strip, int lane, int32_t groups, const float *scales, float *mins)
 {
-    const float limit = TE_INT4_LIMIT;
-    float largest = 0.0f, poison = 0.0f;
+    int32_t most = 0;
     for (int32_t g = 0; g < groups; g++) {
-        const float middle = (mins[g] + 8.0f * scales[g]) * 0.125f;
-        largest = TE_MAX(largest, TE_MAX(fabsf(scales[g]), fabsf(middle)));
-        poison += (scales[g] + middle) * 0.0f;
+        mins[g] = (mins[g] + 8.0f * scales[g]) * 0.125f;
+        most = TE_MAX(most, TE_MAX(magnitude_bits(scales[g]), magnitude_bits(mins[g])));
     }
-    const int is_finite = poison == 0.0f, is_zero = is_finite && largest < 1e-30f;
-    const float unit = is_finite ? (is_zero ? 0.0f : largest / limit) : NAN, inverse = limit / largest;
+    float largest;
+    memcpy(&largest, &most, 4);
+    const float unit = isfinite(largest) ? largest / TE_INT4_LIMIT : NAN;
     memcpy(strip + 4 * lane, &unit, 4);
-    for (int32_t g = 0; g < groups && is_finite && !is_zero; g++) {
-        const float middle = (mins[g] + 8.0f * scales[g]) * 0.125f;
-        const int16_t pair[2] = {(int16_t)rounded(scales[g] * inverse), (int16_t)rounded(middle * inverse)};
-        memcpy(strip + TE_INT4_UNITS_BYTES + g * te_tile_bytes(TE_INT4) + 4 * lane, pair, 4);
+    if (!(unit > 1e-34f)) /* all of it is zero, or nothing is a number */
+        return;
+    const float inverse = TE_INT4_LIMIT / largest;
+    uint8_t *pair = strip + TE_INT4_UNITS_BYTES + 4 * lane;
+    for (int32_t g = 0; g < groups; g++, pair += te_tile_bytes(TE_INT4)) {
+        const int16_t numbers[2] = {(int16_t)rounded(scales[g] * inverse), (int16_t)rounded(mins[g] * inverse)};
+        memcpy(pair, numbers, 4);
     }
 }
 
@@ -247,7 +251,7 @@ static void quantize_floats(int32_t kind, const float *values, Group *group)
         requantize(group, values);
         return;
     }
-    float lows[8], highs[8], largest;
+    float lows[8], highs[8];
     memcpy(lows, values, sizeof lows);
     memcpy(highs, values, sizeof highs);
     for (int i = 8; i < TE_GROUP; i += 8)
@@ -259,7 +263,7 @@ static void quantize_floats(int32_t kind, const float *values, Group *group)
         lows[0] = TE_MIN(lows[0], lows[j]);
         highs[0] = TE_MAX(highs[0], highs[j]);
     }
-    const float scale = largest_magnitude(values, &largest) ? (highs[0] - lows[0]) / 15.0f : NAN, min = lows[0];
+    const float scale = isfinite(largest_magnitude(values)) ? (highs[0] - lows[0]) / 15.0f : NAN, min = lows[0];
     group->scale = scale;
     group->min = min;
     if (!(scale > 0.0f)) {
