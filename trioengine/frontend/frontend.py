@@ -364,10 +364,11 @@ class Frontend:
                     self._receive_first(child, now_s, stats)
                 elif latencies_s is not None:
                     latencies_s.append((now_s - before_s) / len(token_ids))
-                if stats is not None:
-                    stats.num_generated_tokens += len(token_ids)
+                num_before = child.num_tokens
                 # An error comes behind its tokens, which are valid: `_receive_finished` delivers it.
                 self._give(child, token_ids, finished_by_slot.get(slot) if finished_by_slot else None)
+                if stats is not None:  # Tokens behind a stop string are none of the answer's.
+                    stats.num_generated_tokens += child.num_tokens - num_before
             if row % chunk_size == 0:
                 yield
         for finished in message.finished:

@@ -93,6 +93,15 @@ def test_endings_on_this_side_are_told_once(front: FrontendDriver, log: Recordin
     assert by_name["leave"].decode_s is None
 
 
+def test_tokens_behind_a_stop_string_are_not_counted(front: FrontendDriver, log: RecordingStatLogger) -> None:
+    """All counts are those of usage."""
+    request = front.add(stop="!", request={"data_parallel_rank": 0})
+    front.step((request.slot, "ab!cd"))
+    front.finish(request.slot, reason=FinishReason.ABORT)
+    assert sum(record.num_generated_tokens for record in log.records) == 3
+    assert [finished.num_generated_tokens for finished in log.finished] == [3]
+
+
 def test_the_end_of_the_engine_is_told(front: FrontendDriver, log: RecordingStatLogger) -> None:
     for rank in (0, 1):
         front.add(request={"data_parallel_rank": rank})
