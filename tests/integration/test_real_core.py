@@ -84,7 +84,7 @@ class OpenEngine:
         self.run(everyone)
         return [results[number] for number in range(len(requests))]
 
-    def answer(self, prompt: str, sampling: SamplingParams = GREEDY, **fields: Any) -> RequestOutput:
+    def answer(self, prompt: str | Sequence[int], sampling: SamplingParams = GREEDY, **fields: Any) -> RequestOutput:
         """The answer to a prompt."""
         (output,) = self.ask(GenerateRequest(prompt, sampling, **fields))
         assert isinstance(output, RequestOutput), output
@@ -200,6 +200,14 @@ def test_no_tokens_are_generated_where_only_the_prompt_is_asked_about(plain: Ope
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
     assert output.prompt_logprobs[0] is None
     assert plain.refusal(SamplingParams(max_tokens=0)).param == "max_tokens"
+
+
+def test_a_prompt_that_fills_the_context_has_log_probabilities(plain: OpenEngine) -> None:
+    """Case 36 (vllm 6521)."""
+    prompt = [number % 1000 for number in range(512)]
+    output = plain.answer(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert output.outputs[0].token_ids == ()
+    assert len(logprobs_of(output.prompt_logprobs)) == 511
 
 
 def test_log_probabilities_are_finite_where_one_token_is_left(plain: OpenEngine) -> None:

@@ -238,7 +238,11 @@ def make_request(
     """
     sampling = message.sampling
     sampling.validate()
-    token_ids = _checked_prompt(message.prompt_token_ids, config, config.max_model_len, num_answer_tokens=1)
+    # Where only the prompt's log probabilities are asked for, it may fill the context.
+    num_answer_tokens = 0 if sampling.max_tokens == 0 else 1
+    token_ids = _checked_prompt(
+        message.prompt_token_ids, config, config.max_model_len, num_answer_tokens=num_answer_tokens
+    )
     eos_token_ids = frozenset(message.eos_token_ids)
     end_token_ids = eos_token_ids.union(sampling.stop_token_ids)
     _check_in_vocabulary("stop_token_ids", end_token_ids, config)

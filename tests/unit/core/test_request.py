@@ -76,6 +76,14 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
     assert make(make_core_request(prompt=[1] * 63)).max_total_tokens == 64
 
 
+def test_a_prompt_may_fill_the_context_when_only_its_log_probabilities_are_asked_for() -> None:
+    """Case 36 (vllm 6521)."""
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    assert make(make_core_request(prompt=[1] * 64, sampling=scoring)).max_total_tokens == 64
+    with pytest.raises(PromptTooLongError):
+        make(make_core_request(prompt=[1] * 65, sampling=scoring))
+
+
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
