@@ -222,6 +222,23 @@ def test_a_query_that_is_not_a_number_stays_alone(library, pool, isa):
     assert np.array_equal(results[1], clean[1])
 
 
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 20])
+def test_what_is_not_a_number_counts_only_where_it_is_seen(library, pool, isa, part, num_rows):
+    """Neither a query before it, in the same step or another, nor other heads. Drafts may be such tokens, and others
+    begin behind a prefix that ends before them."""
+    heads = Heads(num_kv_heads=2, group=2, dim=24, window=12)
+    sequences, clean = (Sequences(library, heads, [20]) for _ in range(2))
+    expected = clean.run(pool, {0: (0, 20)})[0]
+    sequences.qkv[0][7, -1 if part == "value" else -2 * heads.dim - 1] = np.nan  # Of the last head.
+    steps = [(first, min(first + num_rows, 20)) for first in range(0, 20, num_rows)]
+    result = np.concatenate([sequences.run(pool, {0: step})[0] for step in steps])
+    is_seen = np.zeros(result.shape, bool)
+    is_seen[7:19, 2 * heads.dim :] = True
+    assert np.isnan(result[is_seen]).all()
+    assert np.array_equal(result[~is_seen], expected[~is_seen])
+
+
 @pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (80, 80), (64, 32), (24, 12)])
 def test_rope_rotates_pairs_and_writes_to_the_tokens_slots(library, pool, isa, dim, rotary_dim):
     heads = Heads(dim=dim)

@@ -253,6 +253,20 @@ static void store_value(uint16_t *p, const float *x, int32_t count)
     }
 }
 
+static int has_nan(const float *x, int32_t count)
+{
+    vi found = {0};
+    int32_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const vf value = vf_load(x + i);
+        found |= value != value;
+    }
+    int is_found = vi_sum(found) != 0;
+    for (; i < count; i++)
+        is_found |= x[i] != x[i];
+    return is_found;
+}
+
 static void rope_write(float *qkv, const float *cos_sin, int32_t half, int32_t num_heads, const TeCache *cache,
                        int32_t layer, int32_t slot)
 {
@@ -283,8 +297,17 @@ static void rope_write(float *qkv, const float *cos_sin, int32_t half, int32_t n
             for (int32_t j = 0; j < count; j++)
                 key_block[(i + j) * TE_KV_TOKENS + lane] = halves[j];
         }
-        uint16_t *value_block = key_block + (int64_t)dim * TE_KV_TOKENS;
-        store_value(value_block + (int64_t)lane * cache->padded_dim, values + (int64_t)head * dim, dim);
+        uint16_t *value_block = key_block + (int64_t)dim * TE_KV_TOKENS + (int64_t)lane * cache->padded_dim;
+        const float *value = values + (int64_t)head * dim;
+        if (!has_nan(value, dim)) {
+            store_value(value_block, value, dim);
+            continue;
+        }
+        /* A weight of 0 would not undo it, so that it would reach queries that do not see it. Its key is NaN instead:
+           that makes the weight NaN, where it is seen. */
+        memset(value_block, 0, (size_t)dim * sizeof(uint16_t));
+        for (int32_t i = 0; i < dim; i++)
+            key_block[i * TE_KV_TOKENS + lane] = 0x7e00;
     }
 }
 
