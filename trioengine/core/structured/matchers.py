@@ -209,7 +209,7 @@ class MatcherCompiler:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it: the bytes of each token, and a function that encodes."""
+    """A tokenizer as llguidance wants it: the bytes of each token, and a function that spells text inside an answer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_id: int) -> None:
         self.eos_token_id = end_token_id
@@ -219,7 +219,50 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Tokens of exactly these bytes. A tokenizer may put a space in front of a text, and change characters."""
+        wanted = text.encode()
+        for before in ("", "\n"):
+            token_ids = self._encoded(before + text)
+            first, num_left = len(token_ids), len(wanted)
+            while first and num_left > 0:
+                first -= 1
+                num_left -= len(self.tokens[token_ids[first]])
+            is_inside = bool(before) or not first
+            if is_inside and b"".join([self.tokens[token_id] for token_id in token_ids[first:]]) == wanted:
+                return token_ids[first:]
+        return self._longest_first(wanted)
+
+    def _encoded(self, text: str) -> list[int]:
+        """As the tokenizer reads it; nothing where it cannot, or a token is not the model's."""
+        try:
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        except RequestError:
+            return []
+        return token_ids if max(token_ids, default=0) < len(self.tokens) else []
+
+    def _longest_first(self, wanted: bytes) -> list[int]:
+        """From the beginning on the longest token each time, as far as there is one."""
+        token_ids: list[int] = []
+        start = 0
+        while start < len(wanted):
+            for end in range(min(len(wanted), start + self._max_token_bytes), start, -1):
+                token_id = self._ids_by_bytes.get(wanted[start:end])
+                if token_id is not None:
+                    token_ids.append(token_id)
+                    start = end
+                    break
+            else:
+                break
+        return token_ids
+
+    @cached_property
+    def _ids_by_bytes(self) -> dict[bytes, int]:
+        special = frozenset(self.special_token_ids)
+        return {data: token_id for token_id, data in enumerate(self.tokens) if data and token_id not in special}
+
+    @cached_property
+    def _max_token_bytes(self) -> int:
+        return max(map(len, self._ids_by_bytes), default=0)
 
 
 def _json_grammar(schema: Schema, whitespace: str | None) -> str:

@@ -4,10 +4,14 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import normalizers
 
 from trioengine.core.structured.json_schema import MAX_DEPTH
 from trioengine.core.structured.matchers import MAX_GRAMMAR_LINES, MatcherCompiler
 from trioengine.errors import RequestError
+from trioengine.tokenizer.parts import TokenizerFacts
+from trioengine.tokenizer.sentencepiece import Algorithm, SentencePieceModel, TokenType, build_sentencepiece
 from trioengine.tokenizer.tokenizer import Tokenizer
 from trioengine.types.structured import StructuredOutputsParams
 
@@ -259,3 +263,40 @@ def test_vocabularies_of_model_and_tokenizer_may_differ(tokenizer: Tokenizer) ->
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         assert mask.bit_count() > 10_000
         assert mask >> min(vocab_size, tokenizer.vocab_size) == 0
+
+
+def sentencepiece(*words: str) -> tokenizers.Tokenizer:
+    """As Llama 2's: a space in front of every text, two of which are one, and bytes for what is no piece."""
+    letters = dict.fromkeys("▁" + "".join(words))
+    beginnings = dict.fromkeys(word[:end] for word in words for end in range(2, len(word) + 1))
+    pieces = ("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *beginnings)
+    types = (TokenType.UNKNOWN, *[TokenType.CONTROL] * 2, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * len(pieces))
+    scores = tuple(-float(number) for number in range(len(pieces)))
+    return build_sentencepiece(SentencePieceModel(pieces, scores, types[: len(pieces)], Algorithm.BPE))
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
+@pytest.mark.parametrize("text", ["cat", " cat", "a  cat", "Cat", "é日", '{"cat": 1}', "</s>", "\ncat\n"])
+def test_a_form_can_be_written_whatever_the_tokenizer_does_to_texts(text: str, is_lowered: bool) -> None:
+    """It may put a space in front of each, join spaces or change letters; what must come next is spelled exactly."""
+    backend = sentencepiece("▁cat", "cat", "▁a")
+    if is_lowered:
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])  # pyright: ignore
+    tokenizer = Tokenizer(backend, TokenizerFacts(bos_token_id=1, eos_token_ids=(2,)))
+    matcher = MatcherCompiler(tokenizer, tokenizer.vocab_size).compile(StructuredOutputsParams(choice=[text]))
+    written: list[int] = []
+    while not matcher.is_stopped():
+        forced = matcher.compute_ff_tokens()
+        assert forced, (written, matcher.get_error())
+        assert matcher.consume_tokens(forced)
+        written += forced
+    assert b"".join(map(tokenizer.token_bytes, written)).removesuffix(b"</s>" * (written[-1] == 2)) == text.encode()
+
+
+def test_forced_text_is_spelled_as_the_tokenizer_spells_it_inside_a_text() -> None:
+    """Not the longest token first: the model has seen no others."""
+    backend = sentencepiece("abc", "ab", "bcd")
+    tokenizer = Tokenizer(backend, TokenizerFacts(bos_token_id=1, eos_token_ids=(2,)))
+    matcher = MatcherCompiler(tokenizer, tokenizer.vocab_size).compile(StructuredOutputsParams(regex="xbcd"))
+    pieces = [tokenizer.id_to_token(token_id) for token_id in matcher.compute_ff_tokens()]
+    assert pieces[:2] == ["<0x78>", "bcd"]
