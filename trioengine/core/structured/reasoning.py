@@ -10,6 +10,8 @@ from trioengine.tokenizer.tokenizer import Tokenizer
 
 MAX_TAIL_TOKENS = 256
 """How much of a prompt's end is looked at."""
+MAX_BYTES_BEFORE_START = 8
+"""White space behind which a start marker still begins the answer."""
 
 
 @attrs.frozen
@@ -73,7 +75,8 @@ class Reasoning:
         Args:
             markers: around the reasoning.
             tokenizer: of the model.
-            max_tokens: the budget; None is no limit. A start marker at the beginning of the answer is not counted.
+            max_tokens: the budget; None is no limit. A start marker at the beginning of the answer is not counted,
+                nor a little white space before it.
         """
         self._end = EndFinder(markers.end, tokenizer)
         self._bytes_of = tokenizer.token_bytes
@@ -124,7 +127,9 @@ class Reasoning:
         self._beginning += self._bytes_of(token_id)
         beginning = self._beginning.lstrip()
         is_of_start = self._start_marker.startswith(beginning) or beginning.startswith(self._start_marker)
-        if not is_of_start or len(beginning) >= len(self._start_marker):
+        # Nor is white space without an end: a model that writes nothing else is to stop some time.
+        num_spaces = len(self._beginning) - len(beginning)
+        if not is_of_start or len(beginning) >= len(self._start_marker) or num_spaces > MAX_BYTES_BEFORE_START:
             self._beginning = None
         return is_of_start
 

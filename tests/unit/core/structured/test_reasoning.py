@@ -3,7 +3,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioengine.config.engine import ReasoningParser
-from trioengine.core.structured.reasoning import MARKERS, EndFinder, Reasoning, reasoning_ended_in_prompt
+from trioengine.core.structured.reasoning import (
+    MARKERS,
+    MAX_BYTES_BEFORE_START,
+    EndFinder,
+    Reasoning,
+    reasoning_ended_in_prompt,
+)
 from trioengine.tokenizer.tokenizer import Tokenizer
 
 QWEN = MARKERS[ReasoningParser.QWEN3]
@@ -49,6 +55,16 @@ def test_looking_ahead_reads_nothing(tokenizer: Tokenizer) -> None:
     assert reasoning.musts(token_ids[:-1]) == [None] * len(token_ids)
     assert reasoning.musts(token_ids) == [None] * len(token_ids)
     assert [reasoning.feed(token_id) for token_id in token_ids] == [False] * (len(token_ids) - 1) + [True]
+
+
+def test_a_model_that_writes_only_white_space_has_a_budget_too(tokenizer: Tokenizer) -> None:
+    reasoning = Reasoning(QWEN, tokenizer, 3)
+    (new_line,) = tokenizer.encode("\n", add_special_tokens=False)
+    num_read = 0
+    while reasoning.must() is None and num_read < 100:
+        assert not reasoning.feed(new_line)
+        num_read += 1
+    assert 3 <= num_read <= 3 + MAX_BYTES_BEFORE_START + 1
 
 
 @pytest.mark.parametrize(("beginning", "budget"), [("", 3), ("<think>", 3), ("\n<think>", 3), ("", 0), ("<thin", 9)])
