@@ -179,7 +179,8 @@ class Frontend:
         n = processed.sampling.n
         parent = self._new_parent(processed, n, waited_s)
         sinks = [sink] if n == 1 else [ChildSink(sink, index) for index in range(n)]
-        children = [RequestState(processed, parent, each) for each in sinks]
+        first = RequestState(processed, parent, sinks[0])
+        children = [first, *(RequestState(processed, parent, each, first) for each in sinks[1:])]
         rank = self._register(parent, children)
         prompt_token_ids = pack_int32(processed.prompt_token_ids)
         messages = [

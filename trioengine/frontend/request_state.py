@@ -32,7 +32,10 @@ class RequestState:
         "slot",
     )
 
-    def __init__(self, processed: ProcessedRequest, parent: ParentRequest, sink: Sink) -> None:
+    def __init__(
+        self, processed: ProcessedRequest, parent: ParentRequest, sink: Sink, first: "RequestState | None" = None
+    ) -> None:
+        """`first` is the first of the request's answers, for those behind it."""
         sampling = processed.sampling
         self.slot = -1  # `Frontend` gives it one.
         self.parent = parent
@@ -48,7 +51,9 @@ class RequestState:
             )
         self._stops = sampling.stop
         self._stop_matcher: StopMatcher | None = None
-        if sampling.stop:
+        if first is not None and first._stop_matcher is not None:
+            self._stop_matcher = first._stop_matcher.another()
+        elif sampling.stop:
             self._stop_matcher = StopMatcher(
                 sampling.stop, include_stop_str_in_output=sampling.include_stop_str_in_output
             )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trioengine.errors import EngineGenerateError, UnavailableError
 from trioengine.frontend.admission import AdmissionLimits
 from trioengine.testing.frontend_driver import DrivenRequest, FrontendDriver, RecordingStatLogger
+from trioengine.tokenizer import stop_matcher
 from trioengine.types.codec import error_to_data
 from trioengine.types.messages import Finished, LogprobColumns, pack_int32
 from trioengine.types.output import FinishReason, RequestOutput
@@ -44,6 +45,27 @@ def test_each_answer_has_a_seed_a_slot_and_a_name_of_its_own(seed: int, seeds: l
         assert message.sampling.n == 1
         assert message.priority == 4
         assert message.prompt_token_ids == request.messages[0].prompt_token_ids
+
+
+def test_stop_strings_are_prepared_once_and_found_in_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones take time and memory, which must not be multiplied by a request's answers."""
+    prepared: list[object] = []
+    prepare = stop_matcher._Automaton.__init__
+
+    def count(automaton: Any, stops: Any) -> None:
+        prepared.extend(stops)
+        prepare(automaton, stops)
+
+    monkeypatch.setattr(stop_matcher._Automaton, "__init__", count)
+    front = FrontendDriver()
+    request = front.add(n=3, stop=["end", "no"], output_kind=RequestOutputKind.CUMULATIVE)
+    assert prepared == ["end", "no"]
+    a, b, c = request.slots
+    front.step((a, "ae"), (b, "ben"), (c, "c"))
+    front.step((a, "nd"), (b, "no"), (c, "de"))
+    front.step((c, "nd"))
+    answers = request.read().outputs
+    assert [(answer.text, answer.stop_reason) for answer in answers] == [("a", "end"), ("ben", "no"), ("cd", "end")]
 
 
 def test_names_differ_between_front_ends_of_one_core() -> None:
