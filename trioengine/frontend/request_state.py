@@ -119,7 +119,7 @@ class RequestState:
         parts.append(rest)
         reason, stop_reason = (FinishReason.STOP, stop) if stop is not None else _ending(finished)
         sink.put("".join(parts), token_ids, reason, stop_reason, logprobs)
-        return False
+        return stop is not None
 
     def end(self, reason: FinishReason) -> None:
         """End without the core: whoever waits gets the text held back, and this reason."""

@@ -9,7 +9,7 @@ from trioengine.observability.request_log import RequestLogger
 from trioengine.observability.stats import IterationStats
 from trioengine.testing.frontend_driver import FrontendDriver, RecordingStatLogger
 from trioengine.types.codec import error_to_data
-from trioengine.types.messages import Finished, SchedulerStats, pack_int32
+from trioengine.types.messages import Finished, SchedulerStats, StepOutput, pack_int32
 from trioengine.types.output import FinishReason
 from trioengine.types.request import Deadlines
 
@@ -100,6 +100,20 @@ def test_tokens_behind_a_stop_string_are_not_counted(front: FrontendDriver, log:
     front.finish(request.slot, reason=FinishReason.ABORT)
     assert sum(record.num_generated_tokens for record in log.records) == 3
     assert [finished.num_generated_tokens for finished in log.finished] == [3]
+
+
+def test_a_stop_string_that_the_last_byte_completes_is_the_reason(
+    front: FrontendDriver, log: RecordingStatLogger
+) -> None:
+    """Here half a character, which is shown as U+FFFD; the core says "length"."""
+    request = front.add(stop="\ufffd", request={"data_parallel_rank": 0})
+    message = StepOutput(
+        0, 0, 0.0, pack_int32([request.slot]), pack_int32([0xC3]), b"", (Finished(request.slot, FinishReason.LENGTH),)
+    )
+    list(front.frontend.receive(0, message))
+    assert request.read().outputs[0].finish_reason is FinishReason.STOP
+    assert [finished.finish_reason for finished in log.finished] == ["stop"]
+    assert front.aborts() == []
 
 
 def test_the_end_of_the_engine_is_told(front: FrontendDriver, log: RecordingStatLogger) -> None:
