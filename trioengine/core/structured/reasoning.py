@@ -92,8 +92,8 @@ class Reasoning:
             self._end_token_ids = tokenizer.encode(end, add_special_tokens=False, allow_special=True)
 
     def must(self) -> int | None:
-        """The token that must come next; None where any may."""
-        return self._end_token_ids[self._num_forced] if self._num_left == 0 else None
+        """The token that must come next; None where any may. A model whose tokens cannot spell the end goes on."""
+        return next(iter(self.forced()), None)
 
     def forced(self) -> list[int]:
         """All tokens that must come next, of the reasoning."""

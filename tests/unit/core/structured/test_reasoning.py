@@ -1,6 +1,8 @@
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from trioengine.config.engine import ReasoningParser
 from trioengine.core.structured.reasoning import (
@@ -10,6 +12,7 @@ from trioengine.core.structured.reasoning import (
     Reasoning,
     reasoning_ended_in_prompt,
 )
+from trioengine.tokenizer.parts import TokenizerFacts
 from trioengine.tokenizer.tokenizer import Tokenizer
 
 QWEN = MARKERS[ReasoningParser.QWEN3]
@@ -65,6 +68,18 @@ def test_a_model_that_writes_only_white_space_has_a_budget_too(tokenizer: Tokeni
         assert not reasoning.feed(new_line)
         num_read += 1
     assert 3 <= num_read <= 3 + MAX_BYTES_BEFORE_START + 1
+
+
+def test_a_model_that_cannot_spell_the_end_goes_on() -> None:
+    backend = tokenizers.Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>"))
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    letters = Tokenizer(backend, TokenizerFacts())
+    reasoning = Reasoning(QWEN, letters, 1)
+    assert reasoning.must() is None
+    for _ in range(20):
+        token_id = reasoning.must()
+        assert not reasoning.feed(1 if token_id is None else token_id)
+    assert (reasoning.must(), reasoning.forced(), reasoning.musts([1])) == (None, [], [None, None])
 
 
 @pytest.mark.parametrize(("beginning", "budget"), [("", 3), ("<think>", 3), ("\n<think>", 3), ("", 0), ("<thin", 9)])
