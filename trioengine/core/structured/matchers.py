@@ -64,7 +64,9 @@ class MatcherCompiler:
         if params.structural_tag is not None:
             return self._compile_tags(params.tags(), params.tag_rules())
         if params.regex is not None:
-            return self._checked(llguidance.LLMatcher.grammar_from_regex(params.regex), "regex")
+            # Digits are 0 to 9, as in patterns of JSON schemas: a model that may write any script's does so.
+            pattern = llguidance.regex_to_lark(params.regex, use_ascii="d")
+            return self._checked(_lark(f"start: /{pattern}/"), "regex")
         if params.choice is not None:
             # As a grammar's alternatives, thousands would be over the parser's limits.
             return self._checked(

@@ -148,6 +148,7 @@ def test_what_is_wrong_with_another_form_is_named(form: Any, message: str, compi
     ("form", "written", "not_written"),
     [
         ({"regex": "a/b{1,2}|^c\n$"}, ["a/b", "a/bb", "c\n"], ["a/", "c", "a/bbb"]),
+        ({"regex": r"\d[\d.]\D"}, ["12a", "1.é"], ["٣2a", "1٣a", "123"]),
         ({"choice": CHOICES}, list(CHOICES), ["n", "", "yesno"]),
         ({"grammar": 'start: "a" b?\nb: "b" start | /[0-9]+/'}, ["a", "ab" + "a12", "a7"], ["b", "ab"]),
         ({"grammar": 'root ::= "a" b? \nb ::= "b" root | [0-9]+ # c\n'}, ["a", "aba12", "a7"], ["b", "ab"]),
