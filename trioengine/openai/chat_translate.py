@@ -20,7 +20,7 @@ from trioengine.openai.reasoning import thinking_kwargs
 from trioengine.openai.structured_fields import form_field
 from trioengine.openai.tool_plan import ToolPlan, tool_plan
 from trioengine.openai.tool_text import shows_tools, with_tools_as_text
-from trioengine.openai.translate import generate_request, with_generation_defaults
+from trioengine.openai.translate import as_written, generate_request, with_generation_defaults
 from trioengine.tokenizer.chat_template import parse_arguments
 from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest
 from trioengine.types.structured import PARAM
@@ -45,14 +45,10 @@ class ChatPlan:
         param = error.param or ""
         if param == "logprobs":
             return RequestError(error.message.replace(param, "top_logprobs", 1), param="top_logprobs")
-        if not param.startswith(PARAM):
-            return error
-        path, place = self.form_field or param, f"{param}:"
-        if self.tools.schema_paths and (found := _STRUCTURE.search(error.message)) is not None:
-            path, place = self.tools.schema_paths[int(found[1])], f"{param}: {found[0]}"
-        if path in (PARAM, param):
-            return error  # The client has the same words for it.
-        return RequestError(error.message.replace(place, f"{path}: ", 1).replace(":  ", ": "), param=path)
+        if self.tools.schema_paths and param.startswith(PARAM) and (found := _STRUCTURE.search(error.message)):
+            path = self.tools.schema_paths[int(found[1])]
+            return RequestError(error.message.replace(f"{param}: {found[0]}", f"{path}: ", 1), param=path)
+        return as_written(error, self.form_field)
 
 
 def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: ChatSettings) -> ChatPlan:

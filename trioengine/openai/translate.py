@@ -10,6 +10,7 @@ from trioengine.errors import ModelNotFoundError, RequestError
 from trioengine.openai.protocol import RequestBody
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.request import Deadlines, GenerateRequest, Prompt
+from trioengine.types.structured import PARAM
 
 
 class UnknownFields(Protocol):
@@ -111,6 +112,23 @@ def generate_request(
         tokenization_kwargs=None if truncate is None else {"truncate_prompt_tokens": truncate},
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
     )
+
+
+def as_written(error: RequestError, form_field: str | None = None) -> RequestError:
+    """The engine's error about a field that the client wrote by another name, with the client's.
+
+    Args:
+        error: of the engine.
+        form_field: the field of the body that asks for a form of the answer.
+    """
+    param = error.param or ""
+    name = form_field if param.startswith(PARAM) else param.removeprefix(_TOKENIZATION_PLACE)
+    if name is None or name in (PARAM, param):
+        return error  # The client has the same words for it.
+    return RequestError(error.message.replace(param, name, 1), param=name)
+
+
+_TOKENIZATION_PLACE = "tokenization_kwargs."
 
 
 def _short(number: int) -> str:

@@ -121,7 +121,7 @@ class StreamBody(ResponseBody):
         Raises:
             TrioEngineError: why there is none.
         """
-        self._first = await self._first_output()
+        self._first = await _first_output(self._outputs)
 
     async def __aenter__(self) -> Self:
         return self
@@ -156,18 +156,13 @@ class StreamBody(ResponseBody):
             # Tokens come steadily now; a cancel scope for each would cost more than the rest of this function.
             output = await self._outputs.__anext__()
         else:
-            output = self._first or await self._first_output()
+            output = self._first or await _first_output(self._outputs)
             if output is None:
                 return PING
             self._has_output = True
         self._has_ended = output.finished
         self._open_request.num_tokens = output.num_generated_tokens
         return self._events.events(output)
-
-    async def _first_output(self) -> RequestOutput | None:
-        with trio.move_on_after(PING_INTERVAL_S):
-            return await self._outputs.__anext__()
-        return None
 
     def _fail(self, error: Exception) -> bytes:
         self._has_ended = True
@@ -200,6 +195,16 @@ class BatchBody(ResponseBody):
         self._nursery_manager = trio.open_nursery()
         self._has_output = False
         self._has_ended = False
+        self._first: RequestOutput | None = None
+        """An output of the first stream that was waited for before the body is read."""
+
+    async def wait_for_output(self) -> None:
+        """As of a `StreamBody`, for the first request: what is asked for besides the prompt is the same for all.
+
+        Raises:
+            TrioEngineError: why there is none.
+        """
+        self._first = await _first_output(self._streams[0])
 
     async def __aenter__(self) -> Self:
         nursery = await self._nursery_manager.__aenter__()
@@ -264,6 +269,10 @@ class BatchBody(ResponseBody):
 
     async def _read(self, index: int, stream: OutputStream) -> None:
         try:
+            if index == 0 and self._first is not None:
+                await self._send.send((index, self._first))
+                if self._first.finished:
+                    return
             async for output in stream:
                 await self._send.send((index, output))
                 if output.finished:
@@ -272,6 +281,13 @@ class BatchBody(ResponseBody):
         except Exception as error:
             # A border, as in `StreamBody`.
             await self._send.send((index, error))
+
+
+async def _first_output(outputs: OutputStream) -> RequestOutput | None:
+    """None when a ping is due before it."""
+    with trio.move_on_after(PING_INTERVAL_S):
+        return await outputs.__anext__()
+    return None
 
 
 def _ended_early() -> EngineGenerateError:

@@ -24,7 +24,8 @@ from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import EventStream, ReplyHead
 from trioengine.openai.stream_protocol import FinishReasons, StartRequest, event_data
-from trioengine.openai.translate import unknown_fields_warning, with_generation_defaults
+from trioengine.openai.structured_fields import form_field
+from trioengine.openai.translate import as_written, unknown_fields_warning, with_generation_defaults
 from trioengine.server.completion_form import completion_form
 from trioengine.server.context import LONG_BODY_BYTES, ServerContext
 from trioengine.server.open_requests import OpenRequest
@@ -136,13 +137,16 @@ class StreamRequests:
             [self._engine.generate(each) for each in generate_requests],
             ["prompt"] if num_prompts == 1 else [field_path("prompt", index) for index in range(num_prompts)],
         )
-        if body.stream:
-            events = [CompletionEvents.of(head, form, index) for index in range(num_prompts)]
-            await self._stream(request, body, batch, generate_requests, events)
-        else:
-            await self._whole(
-                request, body, batch, generate_requests, lambda outputs: completion_reply(head, form, outputs)
-            )
+        try:
+            if body.stream:
+                events = [CompletionEvents.of(head, form, index) for index in range(num_prompts)]
+                await self._stream(request, body, batch, generate_requests, events)
+            else:
+                await self._whole(
+                    request, body, batch, generate_requests, lambda outputs: completion_reply(head, form, outputs)
+                )
+        except RequestError as error:
+            raise as_written(error, form_field(body.given_fields)) from None
 
     async def _stream(
         self,

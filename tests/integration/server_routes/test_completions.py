@@ -8,7 +8,7 @@ import trio
 from quart import Response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trioengine.errors import EngineGenerateError
+from trioengine.errors import EngineGenerateError, RequestError
 from trioengine.server.app import create_app
 from trioengine.server.stream_body import PING_INTERVAL_S
 from trioengine.testing.fake_engine import FakeEngine, FakeOutputStream, ScriptedReply
@@ -18,6 +18,7 @@ from trioengine.testing.scripted_engine import open_scripted_engine
 from trioengine.types.request import GenerateRequest, TextPrompt
 
 PATH = "/v1/completions"
+TRUNCATE = "truncate_prompt_tokens"
 
 
 async def post(engine: Any, body: dict[str, Any]) -> Response:
@@ -210,6 +211,55 @@ async def test_echoed_log_probabilities_are_numbers() -> None:
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 9
     assert all(isinstance(value, float) for value in logprobs["token_logprobs"][1:])
     assert engine.requests[0].sampling.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+@pytest.mark.parametrize(
+    ("fields", "said", "message"),
+    [
+        ({"guided_regex": "("}, "structured_outputs.regex: unclosed group.", "guided_regex: unclosed group."),
+        ({"guided_grammar": "x"}, "structured_outputs.grammar is neither.", "guided_grammar is neither."),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: unclosed group.", None),
+        ({"thinking_token_budget": 5}, "thinking_token_budget needs a reasoning parser.", None),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids needs others.", None),
+    ],
+    ids=str,
+)
+async def test_what_only_the_core_finds_wrong_is_a_400_with_the_clients_path(
+    fields: dict[str, Any], said: str, message: str | None, prompt: Any, stream: bool
+) -> None:
+    """Also of a stream, whose headers wait for its first output then, and of several prompts."""
+    error = RequestError(said, param=said.partition(" ")[0].removesuffix(":"))
+    engine = FakeEngine(ScriptedReply(deltas=(), error=error))
+    response = await post(engine, {"prompt": prompt, "stream": stream, **fields})
+    assert response.status_code == 400
+    found = json.loads(await response.get_data())["error"]
+    assert found["message"] == (message or said)
+    assert found["param"] == found["message"].partition(" ")[0].removesuffix(":")
+    assert not engine.live
+
+
+async def test_a_stream_of_several_prompts_with_a_form_has_all_of_its_text() -> None:
+    """Also what came before the headers."""
+    chunks = await streamed(FakeEngine(), prompt=["a", "b"], guided_regex="H.*")
+    assert joined(chunks) == dict.fromkeys(range(2), ("Hello, world!", "stop"))
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/responses"])
+async def test_a_prompt_cannot_be_cut_to_more_than_the_context(path: str) -> None:
+    """The error names the client's field, not the engine's."""
+    prompt = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a"}
+    name = {PATH: "prompt", "/v1/responses": "input"}.get(path, "messages")
+    body = {name: prompt[name], TRUNCATE: 10**6}
+    error = RequestError(
+        "tokenization_kwargs.truncate_prompt_tokens is too much.", param=f"tokenization_kwargs.{TRUNCATE}"
+    )
+    engine = FakeEngine(ScriptedReply(deltas=(), error=error))
+    response = await create_app(engine).test_client().post(path, json=body)
+    found = json.loads(await response.get_data())["error"]
+    assert response.status_code == 400
+    assert (found["param"], found["message"]) == (TRUNCATE, "truncate_prompt_tokens is too much.")
 
 
 @pytest.mark.parametrize("n", [0, -1])

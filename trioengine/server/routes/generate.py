@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+import trio
 from quart import Response, request
 
 from trioengine.client.interface import OutputStream
@@ -17,7 +18,8 @@ from trioengine.openai.completion_translate import completion_to_generate
 from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import CONTENT_TYPE, ReplyHead
-from trioengine.openai.translate import with_generation_defaults
+from trioengine.openai.structured_fields import form_field
+from trioengine.openai.translate import as_written, with_generation_defaults
 from trioengine.server.completion_form import completion_form
 from trioengine.server.context import RequestHead, ServerContext
 from trioengine.server.open_requests import OpenRequest
@@ -26,6 +28,7 @@ from trioengine.server.request_batch import RequestBatch
 from trioengine.server.routes.request import read_body, request_head
 from trioengine.server.stream_body import BatchBody, Events, StreamBody, enter_request
 from trioengine.types.output import RequestOutput
+from trioengine.types.params import SamplingParams
 from trioengine.types.request import GenerateRequest
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -74,6 +77,15 @@ async def completions(context: ServerContext) -> Response:
         raise RequestError(f"These are {num_requests} answers at once; the limit is {limit}.", param="prompt")
     context.engine.check_admission(num_requests)
     generate_requests = [head.apply(generate_request, lora) for generate_request in generate_requests]
+    try:
+        return await _continued(context, body, generate_requests, reply_head)
+    except RequestError as error:
+        raise as_written(error, form_field(body.given_fields)) from None
+
+
+async def _continued(
+    context: ServerContext, body: CompletionRequest, generate_requests: Sequence[GenerateRequest], reply_head: ReplyHead
+) -> Response:
     form = completion_form(context, body)
     num_prompts = len(generate_requests)
     if num_prompts == 1 and body.stream:
@@ -84,9 +96,9 @@ async def completions(context: ServerContext) -> Response:
     )
     if body.stream:
         events = [CompletionEvents.of(reply_head, form, index) for index in range(num_prompts)]
-        return await _stream_batch(context, body, batch, events, head.id)
+        return await _stream_batch(context, body, batch, events, reply_head.id)
     return await _whole_batch(
-        context, body, batch, lambda outputs: completion_reply(reply_head, form, outputs), head.id
+        context, body, batch, lambda outputs: completion_reply(reply_head, form, outputs), reply_head.id
     )
 
 
@@ -110,8 +122,17 @@ async def stream_one(
         request_scope.cancel()
         raise
     stream_body = StreamBody(outputs, events, request_scope, open_request, opening)
-    if generate_request.sampling.structured_outputs is not None:
-        # Whether a form can be kept is known for certain when it has been compiled, in the core.
+    return await _stream_response(generate_request.sampling, stream_body, headers, request_scope)
+
+
+async def _stream_response(
+    sampling: SamplingParams,
+    stream_body: StreamBody | BatchBody,
+    headers: dict[str, str],
+    request_scope: trio.CancelScope,
+) -> Response:
+    if (sampling.structured_outputs, sampling.thinking_token_budget, sampling.logprob_token_ids) != (None, None, None):
+        # Whether these can be honoured is known for certain in the core: a form, when it has been compiled.
         try:
             await stream_body.wait_for_output()
         except BaseException:
@@ -152,11 +173,8 @@ async def _stream_batch(
     except BaseException:
         request_scope.cancel()
         raise
-    response = Response(
-        BatchBody(batch.streams, events, request_scope, open_request), headers=headers, content_type=CONTENT_TYPE
-    )
-    response.timeout = None
-    return response
+    stream_body = BatchBody(batch.streams, events, request_scope, open_request)
+    return await _stream_response(body.sampling, stream_body, headers, request_scope)
 
 
 async def _whole_batch(
