@@ -24,6 +24,7 @@ from trioengine.errors import (
     EngineGenerateError,
     ForbiddenError,
     PeerUnreachableError,
+    RequestError,
     TrioEngineError,
 )
 from trioengine.types.native_json import JsonObject, error_from_json
@@ -337,6 +338,8 @@ class RemoteLink:
 def _error_of(message: Mapping[str, Any]) -> TrioEngineError:
     error = message["error"]
     known = error_from_json(message.get("native"), error["message"])
+    if known is None and message["status"] == RequestError.status:
+        return RequestError(error["message"], param=error["param"])
     return known if known is not None else EngineGenerateError(error["message"])
 
 

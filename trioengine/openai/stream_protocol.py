@@ -100,10 +100,10 @@ def parse_message(text: str) -> ClientMessage | FaultyMessage:
     try:
         fields = parse_object(text.encode())
     except RequestError as error:
-        return FaultyMessage(attrs.evolve(error, message=error.message.replace("The body of the request", "A message")))
+        fault = attrs.evolve(error, message=error.message.replace("The body of the request", "A message"))
+        return FaultyMessage(fault, _id_in(text))
     name = fields.pop("type", None)
-    given_id = fields.get("id")
-    id_ = given_id if isinstance(given_id, str) and _is_id(given_id) else None
+    id_ = _usable_id(fields)
     message_class = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if message_class is None:
         return FaultyMessage(RequestError(f"type must be one of {', '.join(MESSAGE_TYPES)}.", param="type"), id_)
@@ -113,6 +113,20 @@ def parse_message(text: str) -> ClientMessage | FaultyMessage:
         return FaultyMessage(_message_error(error, cast(str, name), fields, message_class), id_)
     fault = _fault_of(message)
     return message if fault is None else FaultyMessage(fault, id_)
+
+
+def _id_in(text: str) -> str | None:
+    """The id in a message that has something unusable elsewhere: whoever sent it waits for an answer by this name."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return _usable_id(cast("dict[str, object]", fields)) if isinstance(fields, dict) else None
+
+
+def _usable_id(fields: Mapping[str, object]) -> str | None:
+    given = fields.get("id")
+    return given if isinstance(given, str) and _is_id(given) else None
 
 
 class _State(enum.Enum):

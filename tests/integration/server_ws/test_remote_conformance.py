@@ -15,7 +15,7 @@ from trioengine.client.interface import EngineClient
 from trioengine.client.remote import RemoteEngine, open_remote
 from trioengine.config.server import ServerConfig
 from trioengine.core.engine_core import EngineCore
-from trioengine.errors import AuthenticationError, PeerUnreachableError
+from trioengine.errors import AuthenticationError, PeerUnreachableError, RequestError
 from trioengine.server.app import create_app
 from trioengine.server.serving import serve
 from trioengine.server.ws_endpoint import serve_stream
@@ -27,6 +27,7 @@ from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import open_scripted_engine
 from trioengine.types.messages import CheckIntegrity
 from trioengine.types.params import SamplingParams
+from trioengine.types.request import GenerateRequest
 
 SERVERS = ("serve", "trio-websocket")
 
@@ -53,6 +54,17 @@ async def test_everything_of_a_scripted_core(server: str) -> None:
             for check in CHECKS:
                 await check(Subject(remote, remote))
         assert scripted.frontend.num_open_requests == 0
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"])
+async def test_a_prompt_that_no_message_may_have_is_refused(text: str) -> None:
+    """The server reads no more of such a message than whose it is; nobody waits for its answer in vain."""
+    async with open_scripted_engine() as scripted, open_remote_of(scripted.engine, "trio-websocket") as remote:
+        with trio.fail_after(5), pytest.raises(RequestError, match="which is not text") as raised:
+            async with remote.generate(GenerateRequest(text, SamplingParams(max_tokens=1))):
+                pass
+        assert raised.value.param == "body.prompt.text"
+        await remote.call(CheckIntegrity())
 
 
 @pytest.mark.parametrize("server", SERVERS)
