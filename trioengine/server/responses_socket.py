@@ -81,21 +81,19 @@ class ResponsesConnection:
             if isinstance(message, bytes):
                 await self._transport.close(_NO_BINARY, "Messages are JSON texts.")
                 return
+            stream_id: str | None = None
             try:
                 data = message.encode()
                 if len(data) < LONG_BODY_BYTES:
                     fields = parse_object(data)
                 else:
                     fields = await trio.to_thread.run_sync(parse_object, data, abandon_on_cancel=True)
-                self._take(nursery, fields)
+                stream_id = _take_stream_id(fields)
+                self._take(nursery, stream_id, fields)
             except (RequestError, UnavailableError) as error:
-                await self._send_error(error, None)
+                await self._send_error(error, stream_id)
 
-    def _take(self, nursery: trio.Nursery, fields: dict[str, object]) -> None:
-        stream_id = fields.pop("stream_id", None)
-        if stream_id is not None and not (isinstance(stream_id, str) and len(stream_id) <= MAX_STREAM_ID_CHARS):
-            words = f"expected a string of at most {MAX_STREAM_ID_CHARS} characters"
-            raise RequestError(f"stream_id: {words}.", param="stream_id")
+    def _take(self, nursery: trio.Nursery, stream_id: str | None, fields: dict[str, object]) -> None:
         match fields.pop("type", None):
             case "response.create":
                 self._add(nursery, stream_id, fields)
@@ -260,3 +258,11 @@ def _check_goes_on(lane: _Lane) -> None:
 
 def _id_of(lane: _Lane) -> str | None:
     return None if lane.kept is None else lane.kept.response_id
+
+
+def _take_stream_id(fields: dict[str, object]) -> str | None:
+    stream_id = fields.pop("stream_id", None)
+    if stream_id is None or (isinstance(stream_id, str) and len(stream_id) <= MAX_STREAM_ID_CHARS):
+        return stream_id
+    words = f"expected a string of at most {MAX_STREAM_ID_CHARS} characters"
+    raise RequestError(f"stream_id: {words}.", param="stream_id")

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioengine.server.context import ServerContext
-from trioengine.server.responses_socket import ResponsesConnection
+from trioengine.server.responses_socket import MAX_WAITING, ResponsesConnection
 from trioengine.testing.scripted_core import Script
 from trioengine.testing.scripted_engine import ScriptedEngine, open_scripted_engine
 from trioengine.types.messages import AbortRequests
@@ -113,6 +113,18 @@ async def test_a_slow_reader_costs_less(autojump_clock: MockClock) -> None:
         assert len(deltas) < 20
         assert "".join(deltas) == final["output"][0]["content"][0]["text"]
         assert final["usage"]["output_tokens"] == 500
+
+
+async def test_an_error_says_of_which_stream_it_is(autojump_clock: MockClock) -> None:
+    """Also one that comes before the event is in its lane, and one of too many."""
+    async with open_socket(Script(pace_s=1.0)) as (_, socket):
+        socket.send_event(type="session.update", stream_id="a")
+        for _ in range(MAX_WAITING):
+            create(socket, stream_id="b")
+        create(socket, stream_id="c")
+        await wait_all_tasks_blocked()
+        errors = [event for event in socket.events if event["type"] == "error"]
+        assert [(error["status"], error["stream_id"]) for error in errors] == [(400, "a"), (503, "c")]
 
 
 async def test_what_is_no_event_is_an_error_and_the_connection_goes_on(autojump_clock: MockClock) -> None:
