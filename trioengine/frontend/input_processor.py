@@ -25,6 +25,8 @@ from trioengine.types.request import (
 
 LONG_PROMPT_CHARS = 16_384
 """Longer prompts take over 5 ms to tokenize, which an event loop should not wait for."""
+MESSAGE_COST_CHARS = 100
+"""A message takes a chat template as long as so many characters take the tokenizer."""
 
 
 @attrs.frozen
@@ -182,7 +184,7 @@ class InputProcessor:
                 return len(token_ids) > 8 * LONG_PROMPT_CHARS
             case ChatPrompt(messages):
                 lengths = (len(content) for message in messages if isinstance(content := message.get("content"), str))
-                return sum(lengths) > LONG_PROMPT_CHARS
+                return sum(lengths) + MESSAGE_COST_CHARS * len(messages) > LONG_PROMPT_CHARS
 
     def _room(self, sampling: SamplingParams) -> int:
         """How many tokens of a prompt leave room for the answer."""

@@ -8,6 +8,17 @@ from trioengine.openai.translate import generate_request
 from trioengine.types.request import GenerateRequest
 
 
+def check_num_answers(request: CompletionRequest, limit: int | None) -> None:
+    """Return when the answers to all prompts could be let in at once: so many may wait.
+
+    Raises:
+        RequestError: it would never fit, whenever it comes again.
+    """
+    num_answers = request.sampling.n * len(request.prompt)
+    if len(request.prompt) > 1 and limit is not None and num_answers > limit:
+        raise RequestError(f"These are {num_answers} answers at once; the limit is {limit}.", param="prompt")
+
+
 def completion_to_generate(
     request: CompletionRequest, request_id: str, lora: str | None = None
 ) -> tuple[GenerateRequest, ...]:

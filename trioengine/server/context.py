@@ -32,8 +32,8 @@ from trioengine.types.request import GenerateRequest
 
 T = TypeVar("T")
 
-LONG_BODY_BYTES = 256 * 1024
-"""Longer bodies take over 5 ms to parse, which an event loop should not wait for."""
+LONG_BODY_BYTES = 32 * 1024
+"""Longer bodies take over 5 ms to parse where they have many small parts, which an event loop should not wait for."""
 WARNING_HEADER = "X-TrioEngine-Warning"
 _DRAIN_RETRY_S = 5.0
 

@@ -19,7 +19,7 @@ from trioengine.openai.chat_stream import chat_events, chat_reply
 from trioengine.openai.chat_translate import ChatPlan, chat_to_generate
 from trioengine.openai.completion_protocol import CompletionRequest, parse_completion_request
 from trioengine.openai.completion_stream import CompletionEvents, completion_reply, usage_of
-from trioengine.openai.completion_translate import completion_to_generate
+from trioengine.openai.completion_translate import check_num_answers, completion_to_generate
 from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import EventStream, ReplyHead
@@ -124,6 +124,7 @@ class StreamRequests:
 
         def read(data: bytes) -> tuple[CompletionRequest, Sequence[GenerateRequest]]:
             body = with_generation_defaults(parse_completion_request(data), context.chat.generation_defaults)
+            check_num_answers(body, context.engine.config.max_num_queued_reqs)
             return body, completion_to_generate(body, head_id)
 
         body, generate_requests = await _read(read, fields)

@@ -10,6 +10,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trioengine.errors import EngineGenerateError, RequestError
 from trioengine.server.app import create_app
+from trioengine.server.routes import generate
 from trioengine.server.stream_body import PING_INTERVAL_S
 from trioengine.testing.fake_engine import FakeEngine, FakeOutputStream, ScriptedReply
 from trioengine.testing.fake_vectors import FakeVectorEngine
@@ -260,6 +261,14 @@ async def test_a_prompt_cannot_be_cut_to_more_than_the_context(path: str) -> Non
     found = json.loads(await response.get_data())["error"]
     assert response.status_code == 400
     assert (found["param"], found["message"]) == (TRUNCATE, "truncate_prompt_tokens is too much.")
+
+
+async def test_more_prompts_than_may_ever_wait_are_counted_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to the engine are made of none of them: that took seconds, in which nobody else was served."""
+    monkeypatch.setattr(generate, "completion_to_generate", None)
+    response = await post(FakeEngine(), {"prompt": ["a"] * 600, "n": 2})
+    assert response.status_code == 400
+    assert json.loads(await response.get_data())["error"]["param"] == "prompt"
 
 
 @pytest.mark.parametrize("n", [0, -1])

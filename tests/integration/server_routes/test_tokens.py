@@ -1,11 +1,14 @@
 """`/tokenize` and `/detokenize`."""
 
 import json
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from quart import Response
 
+from trioengine.frontend.renderer import Renderer
 from trioengine.server.app import create_app
 from trioengine.testing.fake_vectors import FakeVectorEngine
 
@@ -49,6 +52,23 @@ async def test_a_long_text_is_tokenized_beside_the_event_loop() -> None:
     """Case 19 (vllm 1026): with the same result."""
     reply = await json_of(await post("/tokenize", {"prompt": "ab" * 50_000}))
     assert reply["count"] == 100_000
+
+
+async def test_many_tokens_become_text_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same result, and the same errors."""
+    threads: list[bool] = []
+    detokenize = Renderer.detokenize
+
+    def watched(renderer: Renderer, token_ids: Sequence[int]) -> str:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return detokenize(renderer, token_ids)
+
+    monkeypatch.setattr(Renderer, "detokenize", watched)
+    for count in (5, 100_000):
+        assert await json_of(await post("/detokenize", {"tokens": [97] * count})) == {"prompt": "a" * count}
+        wrong = await json_of(await post("/detokenize", {"tokens": [97] * count + [-1]}), 400)
+        assert wrong["error"]["param"] == f"tokens[{count}]"
+    assert threads == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,7 @@ async def test_many_requests_share_a_connection_and_each_gets_its_own_answer(kin
         ("completions", {"max_tokens": "3"}, 400, "max_tokens", "invalid_value"),
         ("completions", {"model": "another"}, 404, "model", "model_not_found"),
         ("completions", {"prompt": []}, 400, "prompt", "invalid_value"),
+        ("completions", {"prompt": ["a"] * 1025}, 400, "prompt", "invalid_value"),
         ("chat", {"messages": []}, 400, "messages", "invalid_value"),
         ("chat", {}, 400, "messages", "invalid_value"),
         ("generate", {"prompt": {"text": "a"}, "sampling": {"n": 0}}, 400, "n", "invalid_value"),

@@ -257,3 +257,4 @@ def test_long_prompts_are_recognized_before_they_are_tokenized() -> None:
     halves = [{"role": "user", "content": "x" * (LONG_PROMPT_CHARS // 2 + 1)}] * 2
     assert PROCESSOR.is_long(GenerateRequest(ChatPrompt(halves)))
     assert not PROCESSOR.is_long(GenerateRequest(ChatPrompt([{"role": "user", "content": None}, {"role": "user"}])))
+    assert PROCESSOR.is_long(GenerateRequest(ChatPrompt([{"role": "user", "content": "x"}] * 200)))

@@ -14,7 +14,7 @@ from trioengine.openai.chat_stream import chat_events, chat_reply
 from trioengine.openai.chat_translate import ChatPlan, chat_to_generate
 from trioengine.openai.completion_protocol import CompletionRequest, parse_completion_request
 from trioengine.openai.completion_stream import CompletionEvents, completion_reply
-from trioengine.openai.completion_translate import completion_to_generate
+from trioengine.openai.completion_translate import check_num_answers, completion_to_generate
 from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import RequestBody
 from trioengine.openai.sse import CONTENT_TYPE, ReplyHead
@@ -65,17 +65,13 @@ async def completions(context: ServerContext) -> Response:
 
     def read(data: bytes) -> tuple[CompletionRequest, Sequence[GenerateRequest]]:
         body = with_generation_defaults(parse_completion_request(data), context.chat.generation_defaults)
+        check_num_answers(body, context.engine.config.max_num_queued_reqs)
         return body, completion_to_generate(body, head.id)
 
     body, generate_requests = await read_body(read)
     lora = await context.check_body(body)
     reply_head = _reply_head(context, head, lora)
-    num_requests = body.sampling.n * len(generate_requests)
-    limit = context.engine.config.max_num_queued_reqs
-    if len(generate_requests) > 1 and limit is not None and num_requests > limit:
-        # All have to be let in at once, so that it would never fit, whenever it comes again.
-        raise RequestError(f"These are {num_requests} answers at once; the limit is {limit}.", param="prompt")
-    context.engine.check_admission(num_requests)
+    context.engine.check_admission(body.sampling.n * len(generate_requests))
     generate_requests = [head.apply(generate_request, lora) for generate_request in generate_requests]
     try:
         return await _continued(context, body, generate_requests, reply_head)

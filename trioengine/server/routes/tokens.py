@@ -3,6 +3,7 @@
 import trio
 from quart import Response
 
+from trioengine.frontend.input_processor import LONG_PROMPT_CHARS
 from trioengine.openai.chat_translate import chat_prompt
 from trioengine.openai.tokenize_protocol import (
     DetokenizeReply,
@@ -12,11 +13,11 @@ from trioengine.openai.tokenize_protocol import (
     parse_detokenize_request,
     parse_tokenize_request,
 )
-from trioengine.server.context import LONG_BODY_BYTES, ServerContext
+from trioengine.server.context import ServerContext
 from trioengine.server.routes.request import json_reply, read_body
 
-LONG_PROMPT_CHARS = LONG_BODY_BYTES // 16
-"""Longer ones take over 5 ms to tokenize."""
+LONG_PROMPT_TOKENS = 16_384
+"""More take over 5 ms to become text."""
 
 
 async def tokenize(context: ServerContext) -> Response:
@@ -38,7 +39,9 @@ async def detokenize(context: ServerContext) -> Response:
     """The text of token ids."""
     request = await read_body(parse_detokenize_request)
     await context.check_body(request)
-    text = context.engine.renderer.detokenize(request.tokens)
+    detokenize, tokens = context.engine.renderer.detokenize, request.tokens
+    is_long = len(tokens) > LONG_PROMPT_TOKENS
+    text = await trio.to_thread.run_sync(detokenize, tokens, abandon_on_cancel=True) if is_long else detokenize(tokens)
     response = json_reply(DetokenizeReply(text))
     response.headers.update(context.warning_headers(request))
     return response
