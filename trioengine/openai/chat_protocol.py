@@ -41,6 +41,8 @@ class PartType(enum.StrEnum):
     """What a part of a message's content is."""
 
     TEXT = "text"
+    REFUSAL = "refusal"
+    """What the assistant said in place of an answer, as a client sends it back."""
 
 
 class ToolType(enum.StrEnum):
@@ -70,6 +72,22 @@ class TextPart:
 
     type: PartType
     text: str
+
+
+@attrs.frozen
+class RefusalPart:
+    """The same, of type `refusal`."""
+
+    type: PartType
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """For a chat template it is what the assistant said."""
+        return self.refusal
+
+
+ContentPart: TypeAlias = TextPart | RefusalPart
 
 
 @attrs.frozen
@@ -263,9 +281,16 @@ def _make_converter() -> Converter:
             return value
         if not isinstance(value, list):
             raise TypeError("expected a string or a list of parts")
-        return "".join(part.text for part in converter.structure(cast(object, value), tuple[TextPart, ...]))
+        parts = converter.structure(cast(object, value), tuple[ContentPart, ...])
+        return "".join(part.text for part in parts)
+
+    def structure_part(value: object, _: object) -> ContentPart:
+        kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+        return converter.structure(value, RefusalPart if kind == PartType.REFUSAL else TextPart)
 
     register_object(converter, TextPart)
+    register_object(converter, RefusalPart)
+    converter.register_structure_hook_func(lambda type_: type_ == ContentPart, structure_part)
     register_object(converter, FunctionCall)
     register_object(converter, ToolCall)
     register_object(converter, Message, content=override(struct_hook=structure_content))

@@ -67,8 +67,8 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
     fields = parse_fields(body, _NEUTRAL)
     if fields.pop("suffix", "") != "":
         raise RequestError(
-            "suffix is not supported: models are asked to continue, not to fill in. Put the model's own tokens for "
-            "filling in into the prompt.",
+            "suffix is not supported: models are asked to continue, not to fill in. Write the prompt as token ids, "
+            "with the model's own ones for filling in.",
             param="suffix",
         )
     request = structure_request(_CONVERTER, fields, fields, CompletionRequest)

@@ -299,9 +299,14 @@ _SCHEMAS: Mapping[tuple[type[Any], str], Schema] = {
             {
                 "type": "array",
                 "items": {
-                    "type": "object",
-                    "properties": {"type": {"enum": [kind.value for kind in PartType]}, "text": {"type": "string"}},
-                    "required": ["type", "text"],
+                    "anyOf": [
+                        {
+                            "type": "object",
+                            "properties": {"type": {"enum": [kind.value]}, kind.value: {"type": "string"}},
+                            "required": ["type", kind.value],
+                        }
+                        for kind in PartType
+                    ]
                 },
             },
         ]

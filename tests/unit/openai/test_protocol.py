@@ -218,6 +218,16 @@ def test_content_parts_are_joined() -> None:
     assert request.messages[0].content == "Hello, you"
 
 
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    """In OpenAI's form, in which clients send it back."""
+    parts = [{"type": "text", "text": "Sorry: "}, {"type": "refusal", "refusal": "no."}]
+    request = parse_chat_request(chat(messages=[{"role": "assistant", "content": parts}]))
+    assert request.messages[0].content == "Sorry: no."
+    with pytest.raises(RequestError) as caught:
+        parse_chat_request(chat(messages=[{"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}]))
+    assert caught.value.param == "messages[0].content[0].refusal"
+
+
 def test_an_unknown_part_is_refused() -> None:
     """Case 40 (langchaingo 667): a picture that nobody sees is worse than an error."""
     part = {"type": "image_url", "image_url": {"url": "data:"}}
