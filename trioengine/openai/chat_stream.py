@@ -13,6 +13,7 @@ from trioengine.openai.sse import (
     ReplyHead,
     dumps,
     finish_fields,
+    prompt_logprobs_of,
     usage_fields,
     whole_reply,
 )
@@ -86,7 +87,7 @@ def chat_reply(head: ReplyHead, form: ChatForm, output: RequestOutput) -> bytes:
     usage = usage_fields(output)
     if form.reasoning_parser is not None:
         usage = _usage_fields(output, sum(reader.num_reasoning_tokens for reader in readers))
-    more = {"prompt_logprobs": _prompt_logprobs(output)} if form.has_prompt_logprobs else {}
+    more = {"prompt_logprobs": prompt_logprobs_of(output)} if form.has_prompt_logprobs else {}
     return whole_reply(head, "chat.completion", choices, usage, **more)
 
 
@@ -157,23 +158,6 @@ def _token_fields(token: Logprob) -> Mapping[str, object]:
 def _text_and_numbers(token_bytes: bytes) -> tuple[str, Sequence[int]]:
     """A token's text and bytes as a client reads them. Texts are made of few different tokens."""
     return token_bytes.decode(errors="replace"), list(token_bytes)
-
-
-def _prompt_logprobs(output: RequestOutput) -> Sequence[Mapping[str, object] | None]:
-    """As vLLM has them: for each token of the prompt the log probabilities at its place, by token id."""
-    return [
-        None
-        if entry is None
-        else {
-            str(token.token_id): {
-                "logprob": token.logprob,
-                "rank": token.rank,
-                "decoded_token": token.token_bytes.decode(errors="replace"),
-            }
-            for token in (entry.chosen, *entry.top)
-        }
-        for entry in output.prompt_logprobs or ()
-    ]
 
 
 def _usage_fields(output: RequestOutput, num_reasoning_tokens: int) -> Mapping[str, object]:

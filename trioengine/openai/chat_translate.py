@@ -20,7 +20,7 @@ from trioengine.openai.reasoning import thinking_kwargs
 from trioengine.openai.structured_fields import form_field
 from trioengine.openai.tool_plan import ToolPlan, tool_plan
 from trioengine.openai.tool_text import shows_tools, with_tools_as_text
-from trioengine.openai.translate import as_written, generate_request, with_generation_defaults
+from trioengine.openai.translate import as_written, check_prompt_logprobs, generate_request, with_generation_defaults
 from trioengine.tokenizer.chat_template import parse_arguments
 from trioengine.types.request import ChatMessage, ChatPrompt, GenerateRequest
 from trioengine.types.structured import PARAM
@@ -57,8 +57,7 @@ def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: 
     Raises:
         RequestError: `messages`, `tools`, the form of the answer or the limit of tokens make no sense.
     """
-    if request.stream and request.sampling.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs are told in whole replies, not in a stream.", param="prompt_logprobs")
+    check_prompt_logprobs(request)
     request = with_generation_defaults(request, settings.generation_defaults)
     plan = tool_plan(request, settings.markup)
     prompt = chat_prompt(request, settings)

@@ -54,7 +54,6 @@ class CompletionRequest(RequestBody):
 _NEUTRAL: Neutral = {
     **{name: values for name, values in NEUTRAL.items() if name != "best_of"},
     "prompt_embeds": (),
-    "prompt_logprobs": (),
 }
 
 

@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from trioengine.openai.sse import DONE, NULL, ChunkShape, EventStream, ReplyHead, finish_fields, whole_reply
+from trioengine.openai.sse import (
+    DONE,
+    NULL,
+    ChunkShape,
+    EventStream,
+    ReplyHead,
+    finish_fields,
+    prompt_logprobs_of,
+    whole_reply,
+)
 from trioengine.types.output import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
 _OBJECT = "text_completion"
@@ -29,6 +38,8 @@ class CompletionForm:
     """With `include_usage`: every chunk has the counts so far."""
     logprobs: int | None = None
     """How many of the most likely tokens are told for each; None is no log probabilities."""
+    has_prompt_logprobs: bool = False
+    """Whether whole replies tell the prompts' log probabilities by token id, in each choice."""
     echoes: Sequence[str] = ()
     """The prompts' texts, where the reply has them."""
     token_bytes: Callable[[int], bytes] | None = None
@@ -214,6 +225,7 @@ def _choices(form: CompletionForm, prompt_index: int, output: RequestOutput) -> 
             "text": echo + choice.text,
             "logprobs": logprobs,
             **finish_fields(choice),
+            **({"prompt_logprobs": prompt_logprobs_of(output)} if form.has_prompt_logprobs else {}),
         }
 
 

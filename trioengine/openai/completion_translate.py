@@ -4,7 +4,7 @@ import attrs
 
 from trioengine.errors import RequestError
 from trioengine.openai.completion_protocol import CompletionRequest
-from trioengine.openai.translate import generate_request
+from trioengine.openai.translate import check_prompt_logprobs, generate_request
 from trioengine.types.request import GenerateRequest
 
 
@@ -30,7 +30,13 @@ def completion_to_generate(
     sampling = request.sampling
     if sampling.max_tokens == 0 and not request.echo:
         raise RequestError("max_tokens must be at least 1, or 0 with echo.", param="max_tokens")
-    if request.echo:
+    check_prompt_logprobs(request)
+    if request.echo and sampling.prompt_logprobs is not None and sampling.logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs cannot be asked for beside echo and logprobs, which tell the same.",
+            param="prompt_logprobs",
+        )
+    if request.echo and sampling.prompt_logprobs is None:
         # A core that generates nothing computes the prompt for its log probabilities, which are then not told.
         wanted = 0 if sampling.logprobs is None and sampling.max_tokens == 0 else sampling.logprobs
         request = attrs.evolve(request, sampling=attrs.evolve(sampling, prompt_logprobs=wanted))

@@ -64,6 +64,7 @@ class CompletionChoice:
     """"stop", "length" or "abort"; None while it goes on."""
     stop_reason: int | str | None = attrs.field(default=None, metadata=_SOMETIMES)
     """The stop token's id, or the stop string."""
+    prompt_logprobs: tuple[Mapping[str, Any] | None, ...] | None = attrs.field(default=None, metadata=_SOMETIMES)
 
 
 @attrs.frozen(kw_only=True)

@@ -173,6 +173,23 @@ def usage_fields(output: RequestOutput) -> Mapping[str, object]:
     }
 
 
+def prompt_logprobs_of(output: RequestOutput) -> Sequence[Mapping[str, object] | None]:
+    """As vLLM has them: for each token of the prompt the log probabilities at its place, by token id."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token.token_id): {
+                "logprob": token.logprob,
+                "rank": token.rank,
+                "decoded_token": token.token_bytes.decode(errors="replace"),
+            }
+            for token in (entry.chosen, *entry.top)
+        }
+        for entry in output.prompt_logprobs or ()
+    ]
+
+
 def whole_reply(
     head: ReplyHead,
     object_name: str,

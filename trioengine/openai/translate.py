@@ -114,6 +114,16 @@ def generate_request(
     )
 
 
+def check_prompt_logprobs(request: RequestBody) -> None:
+    """Return unless a stream is to tell the prompt's log probabilities.
+
+    Raises:
+        RequestError: it is.
+    """
+    if request.stream and request.sampling.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs are told in whole replies, not in a stream.", param="prompt_logprobs")
+
+
 def as_written(error: RequestError, form_field: str | None = None) -> RequestError:
     """The engine's error about a field that the client wrote by another name, with the client's.
 

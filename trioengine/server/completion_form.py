@@ -17,6 +17,7 @@ def completion_form(context: ServerContext, body: CompletionRequest) -> Completi
         include_usage=bool(body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options.continuous_usage_stats),
         logprobs=sampling.logprobs if sampling.logprob_token_ids is None else len(sampling.logprob_token_ids),
+        has_prompt_logprobs=sampling.prompt_logprobs is not None,
         echoes=echoes,
         token_bytes=context.engine.tokenizer.token_bytes if body.echo else None,
     )

@@ -135,6 +135,23 @@ def test_no_tokens_are_wanted_with_echo_only() -> None:
     assert caught.value.param == "max_tokens"
 
 
+def test_log_probabilities_of_a_prompt_are_told_in_its_choices() -> None:
+    """As vLLM has them, by token id; the prompt of a stream, and one that is echoed with the same, is refused."""
+    (request,) = translate(prompt_logprobs=1)
+    assert request.sampling.prompt_logprobs == 1
+    assert translate(prompt_logprobs=1, echo=True)[0].sampling.prompt_logprobs == 1
+    form = CompletionForm(has_prompt_logprobs=True)
+    outputs = [attrs.evolve(output(0, "a", is_last=True), prompt_logprobs=(None, position(b"b"))) for _ in range(2)]
+    for choice in json.loads(completion_reply(HEAD, form, outputs))["choices"]:
+        nothing, told = choice["prompt_logprobs"]
+        assert nothing is None
+        assert all(token.keys() == {"logprob", "rank", "decoded_token"} for token in told.values())
+    for fields in ({"stream": True}, {"echo": True, "logprobs": 1}):
+        with pytest.raises(RequestError) as caught:
+            translate(prompt_logprobs=1, **fields)
+        assert caught.value.param == "prompt_logprobs"
+
+
 @given(st.lists(st.text(max_size=6), min_size=1, max_size=5), st.text(max_size=5), st.booleans())
 def test_the_joined_chunks_are_the_whole_reply(texts: list[str], echo: str, has_logprobs: bool) -> None:
     """Text, and each of the four lists of log probabilities, with the prompt's in front."""
