@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
 import attrs
@@ -64,6 +64,14 @@ class NamedToolChoice:
     """The answer is a call of this function."""
 
     name: str
+
+
+@attrs.frozen
+class AllowedTools:
+    """Only these functions may be called, and the model is told of no others."""
+
+    names: tuple[str, ...]
+    must_call: bool
 
 
 @attrs.frozen
@@ -147,7 +155,7 @@ class Tool:
     type: ToolType = ToolType.FUNCTION
 
 
-AnyToolChoice: TypeAlias = ToolChoice | NamedToolChoice
+AnyToolChoice: TypeAlias = ToolChoice | NamedToolChoice | AllowedTools
 
 
 @attrs.frozen(kw_only=True)
@@ -189,6 +197,17 @@ class ChatCompletionRequest(RequestBody):
         if not self.tools:
             return ToolChoice.NONE
         return ToolChoice.AUTO if self.tool_choice is None else self.tool_choice
+
+    @property
+    def shown_tools(self) -> Sequence[tuple[int, Tool]]:
+        """Those that the model is told of, with their places in `tools`."""
+        match self.effective_tool_choice:
+            case ToolChoice.NONE:
+                return ()
+            case AllowedTools(names):
+                return [(place, tool) for place, tool in enumerate(self.tools) if tool.function.name in names]
+            case _:
+                return list(enumerate(self.tools))
 
 
 _NEUTRAL: Neutral = {
@@ -253,8 +272,17 @@ def check_tools(request: ChatCompletionRequest) -> None:
     choice = request.tool_choice
     if choice is ToolChoice.REQUIRED and not names:
         raise RequestError("tool_choice is required, but there are no tools.", param="tool_choice")
-    if isinstance(choice, NamedToolChoice) and choice.name not in names:
-        raise RequestError(f"tool_choice: there is no tool called {choice.name[:100]}.", param="tool_choice")
+    match choice:
+        case NamedToolChoice(name):
+            chosen: tuple[str, ...] = (name,)
+        case AllowedTools(chosen):
+            if not chosen:
+                raise RequestError("tool_choice: it allows no tool.", param="tool_choice")
+        case _:
+            chosen = ()
+    for name in chosen:
+        if name not in names:
+            raise RequestError(f"tool_choice: there is no tool called {name[:100]}.", param="tool_choice")
 
 
 def _structure_tool_choice(value: object, _: object) -> AnyToolChoice:
@@ -269,8 +297,26 @@ def _structure_tool_choice(value: object, _: object) -> AnyToolChoice:
             return NamedToolChoice(name)
         case {"type": "auto" | "none" | "required" as kind}:
             return ToolChoice(kind)
+        case {"type": "allowed_tools", "allowed_tools": allowed}:
+            return _allowed_tools(allowed)
         case _:
-            raise ValueError('expected {"type": "function", "function": {"name": "..."}}')
+            raise ValueError('expected {"type": "function", "function": {"name": "..."}}, or allowed_tools')
+
+
+def _allowed_tools(value: object) -> AllowedTools:
+    fields = cast("dict[str, object]", value) if isinstance(value, dict) else {}
+    mode, tools = fields.get("mode"), fields.get("tools")
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        raise ValueError("expected allowed_tools to have the mode 'auto' or 'required', and a list of tools")
+    return AllowedTools(tuple(map(_allowed_name, cast("list[object]", tools))), mode == "required")
+
+
+def _allowed_name(tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+        case _:
+            raise ValueError('expected allowed tools as {"type": "function", "function": {"name": "..."}}')
 
 
 def _make_converter() -> Converter:

@@ -13,7 +13,6 @@ from trioengine.openai.chat_protocol import (
     Message,
     Role,
     ToolCall,
-    ToolChoice,
 )
 from trioengine.openai.chat_settings import ChatSettings
 from trioengine.openai.reasoning import thinking_kwargs
@@ -108,8 +107,10 @@ def chat_prompt(request: ChatCompletionRequest, settings: ChatSettings) -> ChatP
 def _template_kwargs(request: ChatCompletionRequest) -> dict[str, object]:
     kwargs: dict[str, object] = {}
     # Without a choice there is nothing to choose from.
-    if request.effective_tool_choice is not ToolChoice.NONE:
-        kwargs[_TOOLS] = [{"type": tool.type.value, "function": _function(tool.function)} for tool in request.tools]
+    if request.shown_tools:
+        kwargs[_TOOLS] = [
+            {"type": tool.type.value, "function": _function(tool.function)} for _, tool in request.shown_tools
+        ]
     if request.documents:
         kwargs["documents"] = list(request.documents)
     if request.reasoning_effort is not None:

@@ -6,7 +6,7 @@ import attrs
 
 from trioengine.core.structured.json_schema import Schema, bound_schema
 from trioengine.errors import RequestError
-from trioengine.openai.chat_protocol import ChatCompletionRequest, NamedToolChoice, Tool, ToolChoice
+from trioengine.openai.chat_protocol import AllowedTools, ChatCompletionRequest, NamedToolChoice, Tool, ToolChoice
 from trioengine.openai.closed_schema import closed_schema
 from trioengine.openai.tool_parsers import ToolMarkup
 from trioengine.openai.tool_parsers.forms import ANY_ARGUMENTS, BoundFunction, CallRules
@@ -40,11 +40,11 @@ def tool_plan(request: ChatCompletionRequest, markup: ToolMarkup) -> ToolPlan:
     choice = request.effective_tool_choice
     if choice is ToolChoice.NONE:
         return ToolPlan((), form)
-    tools = list(enumerate(request.tools))
+    tools = request.shown_tools
     if isinstance(choice, NamedToolChoice):
         tools = [(position, tool) for position, tool in tools if tool.function.name == choice.name]
     names = tuple(tool.function.name for _, tool in tools)
-    must_call = choice is not ToolChoice.AUTO
+    must_call = choice.must_call if isinstance(choice, AllowedTools) else choice is not ToolChoice.AUTO
     if form is None and not must_call and not any(tool.function.strict for _, tool in tools):
         return ToolPlan(names, None)
     rules = CallRules(

@@ -1,7 +1,7 @@
 """What chat requests with tools, forms, reasoning and history mean for the engine."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -105,6 +105,22 @@ def test_a_named_call_is_one_call_of_this_function() -> None:
     assert tag["stop_after_first"] is True
 
 
+@pytest.mark.parametrize(("mode", "is_bound"), [("auto", False), ("required", True)])
+def test_of_allowed_tools_alone_the_model_hears(mode: str, is_bound: bool) -> None:
+    """OpenAI's way to keep a list of tools and let few of them be called; errors keep their places in the list."""
+    allowed = [{"type": "function", "function": {"name": name}} for name in ("now", "then")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+    fields: dict[str, Any] = {"tools": [tool(), tool("now"), tool("then")], "tool_choice": choice}
+    planned = plan(**fields)
+    shown = cast("list[Any]", prompt_of(**fields).template_kwargs["tools"])
+    assert [each["function"]["name"] for each in shown] == ["now", "then"]
+    assert planned.tools.names == ("now", "then")
+    assert (planned.tools.form is not None) is is_bound
+    assert planned.tools.schema_paths == (
+        ("tools[1].function.parameters", "tools[2].function.parameters") if is_bound else ()
+    )
+
+
 def test_calls_that_are_not_parallel_stop_after_the_first() -> None:
     """By the form where there is one, and for the reader always."""
     fields: dict[str, Any] = {"tools": [tool()], "tool_choice": "required", "parallel_tool_calls": False}
@@ -161,6 +177,16 @@ def test_a_response_format_beside_tools_binds_what_is_no_call() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "maybe", "tools": [tool()]}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice"),
+        *(
+            ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}, "tools": [tool()]}, "tool_choice")
+            for allowed in (
+                None,
+                {"mode": "auto", "tools": []},
+                {"mode": "none", "tools": [{"type": "function", "function": {"name": "weather"}}]},
+                {"mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
+                {"mode": "auto", "tools": [{"type": "function", "function": {"name": "x"}}]},
+            )
+        ),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [tool()]}, "tool_choice"),
         ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ],
