@@ -211,10 +211,13 @@ class Http1Protocol(H11Protocol):
 
 
 def _asks_for_websocket(request: h11.Request) -> bool:
-    headers = {name: value.lower() for name, value in request.headers}  # h11 has made the names lower case.
+    if request.method != b"GET":
+        return False
+    headers: dict[bytes, bytes] = {}
+    for name, value in request.headers:  # h11 has made the names lower case. A list may stand in several fields.
+        headers[name] = headers[name] + b"," + value.lower() if name in headers else value.lower()
     tokens = [token.strip() for token in headers.get(b"connection", b"").split(b",")]
-    is_upgrade = b"upgrade" in tokens and headers.get(b"upgrade", b"").strip() == b"websocket"
-    return is_upgrade and request.method == b"GET"
+    return b"upgrade" in tokens and headers.get(b"upgrade", b"").strip() == b"websocket"
 
 
 def _with_connection_close(event: Response) -> Response:

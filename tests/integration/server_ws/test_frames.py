@@ -222,6 +222,7 @@ async def test_an_upgrade_is_accepted_without_compression() -> None:
         ([("sec-websocket-key", "short")], 400),
         ([("sec-websocket-key", KEY[:-4])], 400),
         ([("upgrade", "WebSocket"), ("connection", "keep-alive, Upgrade")], 101),
+        ([("connection", "Upgrade"), ("connection", "keep-alive")], 101),
     ],
 )
 async def test_upgrades_that_are_wrong_are_refused(headers: list[tuple[str, str]], status: int) -> None:
