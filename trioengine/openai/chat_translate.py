@@ -26,8 +26,8 @@ from trioengine.types.structured import PARAM
 
 _NO_EFFORT = "none"
 _TOOLS = "tools"
-_STRUCTURE = re.compile(r"/structures/(\d+)/schema")
-"""Where an error about a structural tag says which schema is at fault."""
+_SCHEMA = re.compile(r"/(?:structures/(\d+)/schema|\$defs/f(\d+)\b)")
+"""Where an error about the form of calls says which schema is at fault."""
 
 
 @attrs.frozen
@@ -44,10 +44,14 @@ class ChatPlan:
         param = error.param or ""
         if param == "logprobs":
             return RequestError(error.message.replace(param, "top_logprobs", 1), param="top_logprobs")
-        if self.tools.schema_paths and param.startswith(PARAM) and (found := _STRUCTURE.search(error.message)):
-            path = self.tools.schema_paths[int(found[1])]
-            return RequestError(error.message.replace(f"{param}: {found[0]}", f"{path}: ", 1), param=path)
-        return as_written(error, self.form_field)
+        form_field = self.form_field
+        if self.tools.schema_paths and param.startswith(PARAM):
+            if found := _SCHEMA.search(error.message):
+                path = self.tools.schema_paths[int(found[1] or found[2])]
+                message = error.message.replace(f"{param}: {found[0]}", f"{path}: ", 1).replace(param, path, 1)
+                return RequestError(message, param=path)
+            form_field = form_field or _TOOLS
+        return as_written(error, form_field)
 
 
 def chat_to_generate(request: ChatCompletionRequest, request_id: str, settings: ChatSettings) -> ChatPlan:
@@ -106,6 +110,9 @@ def chat_prompt(request: ChatCompletionRequest, settings: ChatSettings) -> ChatP
 
 def _template_kwargs(request: ChatCompletionRequest) -> dict[str, object]:
     kwargs: dict[str, object] = {}
+    if _TOOLS in request.chat_template_kwargs:
+        path = f"chat_template_kwargs.{_TOOLS}"
+        raise RequestError(f"{path}: tools are a field of the request itself.", param=path)
     # Without a choice there is nothing to choose from.
     if request.shown_tools:
         kwargs[_TOOLS] = [

@@ -175,6 +175,8 @@ def test_a_response_format_beside_tools_binds_what_is_no_call() -> None:
         ({"tools": [tool()] * 300}, "tools"),
         ({"tools": NOTHING}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": {"tools": 5}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"tools": [{}]}, "tools": [tool()]}, "chat_template_kwargs.tools"),
         ({"tool_choice": "maybe", "tools": [tool()]}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice"),
         *(
@@ -349,6 +351,24 @@ def test_forms_that_cannot_be_kept_are_named_as_the_client_wrote_them(fields: di
             "structured_outputs.structural_tag: /structures/1/schema/properties/a: no text satisfies it.",
             "tools[1].function.parameters: /properties/a: no text satisfies it.",
             "tools[1].function.parameters",
+        ),
+        (
+            {"tools": [tool(), tool("b", strict=True)]},
+            "structured_outputs.json: /$defs/f1/properties/a: no text satisfies it.",
+            "tools[1].function.parameters: /properties/a: no text satisfies it.",
+            "tools[1].function.parameters",
+        ),
+        (
+            {"tools": [tool(), tool("b", strict=True)]},
+            "structured_outputs.grammar: no text satisfies json-schema:///#/$defs/f1.",
+            "tools[1].function.parameters: no text satisfies json-schema:///#/$defs/f1.",
+            "tools[1].function.parameters",
+        ),
+        (
+            {"tools": [tool(strict=True)]},
+            "structured_outputs.grammar: no text satisfies it.",
+            "tools: no text satisfies it.",
+            "tools",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}},
