@@ -192,8 +192,20 @@ class _TypedItem:
 @attrs.frozen
 class _TextPart:
     type: ContentType
-    text: str | None = None
-    refusal: str | None = None
+    text: str
+
+
+@attrs.frozen
+class _RefusalPart:
+    type: ContentType
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+_MessagePart: TypeAlias = _TextPart | _RefusalPart
 
 
 class _OutputPartType(enum.StrEnum):
@@ -229,8 +241,11 @@ def register_items(converter: Converter) -> None:
             return (value,)
         if not isinstance(value, list):
             raise TypeError("expected a string or a list of parts")
-        parts = converter.structure(cast(object, value), tuple[_TextPart, ...])
-        return tuple(part.text or part.refusal or "" for part in parts)
+        return tuple(part.text for part in converter.structure(cast(object, value), tuple[_MessagePart, ...]))
+
+    def structure_part(value: object, _: object) -> _MessagePart:
+        kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+        return converter.structure(value, _RefusalPart if kind == ContentType.REFUSAL else _TextPart)
 
     def text_of_output(value: object, _: object) -> str:
         if isinstance(value, str):
@@ -251,8 +266,9 @@ def register_items(converter: Converter) -> None:
         kind = converter.structure(fields, _TypedItem).type
         return converter.structure(fields, _ITEM_CLASSES[kind])
 
-    for class_ in (_TypedItem, _TextPart, _OutputPart, _ReasoningPart, FunctionCallItem, ItemReference):
+    for class_ in (_TypedItem, _TextPart, _RefusalPart, _OutputPart, _ReasoningPart, FunctionCallItem, ItemReference):
         register_object(converter, class_)
+    converter.register_structure_hook_func(lambda type_: type_ == _MessagePart, structure_part)
     register_object(converter, MessageItem, content=override(struct_hook=texts_of))
     register_object(converter, FunctionCallOutputItem, output=override(struct_hook=text_of_output))
     reasoning = override(struct_hook=reasoning_texts)
