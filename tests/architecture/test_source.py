@@ -30,6 +30,7 @@ THREAD_HOMES = {
     "trioengine/worker/executor.py": "the thread in which an asynchronous executor computes",
 }
 SIGNAL_HOMES = {
+    "trioengine/cli/main.py": "Ctrl-C before anything runs",
     "trioengine/cli/process.py": "commands own their process",
     "trioengine/cli/chat.py": "Ctrl-C stops an answer",
     "trioengine/client/interrupts.py": "Ctrl-C waits, during blocking calls, until it can be handed to its owner",

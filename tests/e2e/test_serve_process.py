@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -116,6 +117,27 @@ async def test_a_signal_drains_and_a_second_one_stops_now() -> None:
                 served.process.send_signal(signal.SIGINT)
                 await until(lambda: served.process.poll() is not None, seconds=10)
         assert not [pid for pid in core_pids if is_running(pid)]
+
+
+async def test_a_log_that_nobody_reads_any_more_does_not_cut_the_drain_short() -> None:
+    """As behind `| tee`, which Ctrl-C ends at once."""
+    command = [*trioengine_command(), "serve", "--port", "0"]
+    process = await trio.to_thread.run_sync(partial(subprocess.Popen[str], command, stderr=subprocess.PIPE, text=True))
+    with process:
+        try:
+            assert process.stderr is not None
+            with process.stderr as log:
+                url = next(line.split(" on ")[1].strip() for line in log if line.startswith("Serving"))
+            async with open_raw_http(url) as client:
+                with trio.fail_after(60):
+                    await client.send(post_request("/v1/completions", {**LONG_ANSWER, "max_tokens": 100}))
+                    await client.read_head()
+                    await client.read_chunk()
+                    process.send_signal(signal.SIGINT)
+                    assert b"[DONE]" in await client.read_to_end()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 async def test_a_killed_core_is_an_unhealthy_server_whose_streams_end_with_an_error() -> None:

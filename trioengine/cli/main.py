@@ -4,14 +4,17 @@ Only the subcommand that runs is imported, so that `--help` and a mistyped optio
 """
 
 import argparse
+import contextlib
+import errno
 import importlib
 import logging
-import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol, cast
 
 from trioengine import __version__
+from trioengine.cli.streams import drop_output, open_missing_streams, say
 from trioengine.config import env
 from trioengine.errors import TrioEngineError
 
@@ -20,6 +23,9 @@ EXIT_USAGE = 2
 """As argparse has it."""
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
+
+MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN)
+"""What the machine, or a limit of this process, does not give: no bug, so its own words are enough."""
 
 SERVER_PACKAGES = ("hypercorn", "quart", "quart_trio")
 
@@ -54,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error of TrioEngine's is one line on standard error and status 1; a wrong command line is status 2.
     """
+    open_missing_streams()
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         # A model may say what the terminal's encoding has no character for.
@@ -68,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in QUIET_COMMANDS:
             env.set_default_log_level("warning")
         logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        command = cast(Command, importlib.import_module(f"trioengine.cli.{name}"))
+        with _interrupts_ending_at_once():
+            command = cast(Command, importlib.import_module(f"trioengine.cli.{name}"))
         parser = argparse.ArgumentParser(prog=f"trioengine {name}", description=COMMANDS[name], allow_abbrev=False)
         command.add_arguments(parser)
         arguments = parser.parse_args(words[1:])
@@ -93,22 +101,40 @@ def _exit_status(error: BaseException) -> int | None:
     """What the shell gets for an error; None for those that are nobody's fault but ours."""
     match error:
         case TrioEngineError():
-            print(f"trioengine: {error}", file=sys.stderr)
+            say(f"trioengine: {error}")
             return EXIT_FAILURE
         case ModuleNotFoundError(name=name) if name in SERVER_PACKAGES:
-            print(
-                f"trioengine: {name} is not installed. The server needs: pip install 'trioengine[server]'",
-                file=sys.stderr,
-            )
+            say(f"trioengine: {name} is not installed. The server needs: pip install 'trioengine[server]'")
             return EXIT_FAILURE
         case KeyboardInterrupt():
             return EXIT_INTERRUPTED
         case BrokenPipeError():
-            # Whoever read our output has left. Python would complain once more when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # Whoever read our output has left.
+            drop_output()
+            return EXIT_FAILURE
+        case OSError(errno=number) if number in MACHINE_ERRORS:
+            say(f"trioengine: {error}")
+            drop_output()
             return EXIT_FAILURE
         case _:
             return None
+
+
+@contextlib.contextmanager
+def _interrupts_ending_at_once() -> Generator[None]:
+    """While nothing is to be cleaned up yet, Ctrl-C ends the process as it ends one that knows nothing of it.
+
+    An exception would come up in the middle of an import, which may lose it.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """What a person sees while an engine starts: one changing line on a terminal, a line for each stage elsewhere."""
 
+import contextlib
 import sys
 import time
 from typing import TextIO
@@ -35,5 +36,6 @@ class Progress:
         self._stage = None
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # Whoever watched has left; the engine is wanted all the same.
+            self._stream.write(text)
+            self._stream.flush()

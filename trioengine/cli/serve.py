@@ -4,7 +4,6 @@ import argparse
 import functools
 import importlib.util
 import socket
-import sys
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -15,6 +14,7 @@ from trioengine.cli.main import EXIT_INTERRUPTED, SERVER_PACKAGES
 from trioengine.cli.options import add_engine_options, add_section, engine_config_from, section_from
 from trioengine.cli.process import watch_stop_signals
 from trioengine.cli.progress import Progress
+from trioengine.cli.streams import say
 from trioengine.cli.supervisor import ApiServerGroup
 from trioengine.cli.systemd import READY, STOPPING, ServiceManager
 from trioengine.cli.vllm_options import add_vllm_options, tell_ignored
@@ -70,27 +70,31 @@ class _Service:
         self._exit_status = 0
 
     async def run(self) -> int:
-        with self._everything:
-            async with trio.open_nursery() as nursery:
-                await nursery.start(watch_stop_signals, self._stop, self._stop_now)
-                # Before the model is loaded, so that a taken port is known at once; nothing listens until it is.
-                listeners = self._service_manager.take_listeners() or await bind_listeners(self._server_config)
-                try:
-                    if self._server_config.api_server_count == 1:
-                        await self._serve_here(listeners)
-                    else:
-                        await self._serve_in_processes(listeners)
-                finally:
-                    self._progress.clear()
-                    close_listeners(listeners)
-                nursery.cancel_scope.cancel()
+        async with trio.open_nursery() as watching:
+            # Until the end: a signal that comes while the rest is given back must not cut that short.
+            await watching.start(watch_stop_signals, self._stop, self._stop_now)
+            with self._everything:
+                await self._serve()
+            watching.cancel_scope.cancel()
         return self._exit_status
+
+    async def _serve(self) -> None:
+        # Before the model is loaded, so that a taken port is known at once; nothing listens until it is.
+        listeners = self._service_manager.take_listeners() or await bind_listeners(self._server_config)
+        try:
+            if self._server_config.api_server_count == 1:
+                await self._serve_here(listeners)
+            else:
+                await self._serve_in_processes(listeners)
+        finally:
+            self._progress.clear()
+            close_listeners(listeners)
 
     def _stop(self) -> None:
         if self._server is None:  # Still loading: there is nothing to drain.
             self._stop_now()
             return
-        print("Finishing what runs. A second signal stops now.", file=sys.stderr)
+        say("Finishing what runs. A second signal stops now.")
         self._service_manager.notify(STOPPING)
         self._server.drain()
 
@@ -132,8 +136,8 @@ class _Service:
         self._progress.clear()
         self._server = server
         if not (self._server_config.api_key or _is_private(listeners)):
-            print("Whoever reaches this address may use the engine: there is no --api-key.", file=sys.stderr)
-        print(f"Serving {serving.model_name} on {', '.join(serving.urls)}", file=sys.stderr, flush=True)
+            say("Whoever reaches this address may use the engine: there is no --api-key.")
+        say(f"Serving {serving.model_name} on {', '.join(serving.urls)}")
         self._service_manager.notify(READY)
 
 

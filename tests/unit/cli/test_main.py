@@ -1,7 +1,10 @@
 """What the shell sees: one line for an error, the right exit status, no traceback for a person's mistake."""
 
 import argparse
+import errno
 import io
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +44,27 @@ def test_a_known_error_out_of_nested_nurseries_is_still_one_line(
 def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, BaseExceptionGroup("", [KeyboardInterrupt()]))
     assert cli.main(["models"]) == 130
+
+
+def test_ctrl_c_before_there_is_anything_to_clean_up_ends_the_process_without_a_word() -> None:
+    """In the middle of an import an exception could be lost, or be a traceback."""
+    program = (
+        "import os, signal, sys\n"
+        "from trioengine.cli import main\n"
+        "main.importlib.import_module = lambda name: os.kill(os.getpid(), signal.SIGINT)\n"
+        "main.main(['models'])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_what_the_machine_does_not_give_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "drop_output", lambda: None)
+    install(monkeypatch, ExceptionGroup("", [OSError(errno.EMFILE, "Too many open files")]))
+    assert cli.main(["models"]) == 1
+    assert capsys.readouterr().err == "trioengine: [Errno 24] Too many open files\n"
 
 
 def test_a_terminal_without_a_character_shows_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,3 +28,13 @@ def test_a_terminal_gets_one_line_that_is_gone_at_the_end() -> None:
     assert "\n" not in stream.getvalue()
     assert "100%" in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_nobody_to_look_is_no_failure() -> None:
+    class BrokenPipe(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise BrokenPipeError
+
+    progress = Progress(BrokenPipe())
+    progress("Loading", 0.0)
+    assert progress("Loading", 1.0) is None
