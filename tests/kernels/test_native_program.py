@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trioengine_kernels.native.buffers import BufferPlan
 from trioengine_kernels.native.library import ThreadPool
 from trioengine_kernels.native.program import KVCache, ProgramBuilder, StepArrays
 from trioengine_kernels.native.tiles import TileKind, pack_float
@@ -337,3 +338,8 @@ def test_buffers_share_memory(library, model):
     model_of_more = Model(library, TileKind.INT8)
     model_of_more.layers = model_of_more.layers * 4
     assert model_of_more.program().memory.nbytes == once
+
+
+def test_a_buffer_that_no_machine_has_room_for_is_a_lack_of_memory():
+    with pytest.raises(MemoryError, match="too large"):
+        BufferPlan().add(1 << 50)

@@ -304,7 +304,7 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = attrs.field(
         default=None,
-        validator=optional(integer(1)),
+        validator=optional(integer(1, 1 << 24)),
         metadata=documented(
             "The most tokens, of prompts and answers together, in one step. Unset keeps a step near 300 ms, so that"
             " a cancelled request is felt soon; on a GPU it is 8192, or 2048 where that has less than 40 GiB."

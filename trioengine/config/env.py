@@ -31,12 +31,21 @@ _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 def cache_dir() -> Path:
-    """Where models are kept: `TRIOENGINE_CACHE`, else `trioengine` in the user's cache directory. May not exist yet."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen).expanduser()
+    """Where models are kept: `TRIOENGINE_CACHE`, else `trioengine` in the user's cache directory. May not exist yet.
+
+    Raises:
+        ConfigError: it would be below a home directory, and there is none.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "trioengine"
+    try:
+        if chosen := os.environ.get(CACHE_VARIABLE):
+            return Path(chosen).expanduser()
+        # The XDG specification: a relative path is to be ignored.
+        return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "trioengine"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"There is no home directory to keep models in. Set {CACHE_VARIABLE} to a folder.", option=CACHE_VARIABLE
+        ) from error
 
 
 def api_keys() -> tuple[str, ...]:

@@ -24,6 +24,8 @@ Member = TypeVar("Member", bound=enum.StrEnum)
 Validator: TypeAlias = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 _HELP = "help"
+_MAX_INTEGER = 2**63 - 1
+"""Of the messages between processes, and of native code."""
 _LIST_KINDS: Mapping[object, type[str] | type[int]] = {tuple[str, ...]: str, tuple[int, ...]: int}
 
 
@@ -85,7 +87,7 @@ def from_dict(section: type[Section], values: Mapping[str, object]) -> Section:
 
 
 def integer(minimum: int, maximum: int | None = None) -> Validator:
-    """A validator: an integer in this range."""
+    """A validator: an integer in this range, of 64 bits at most."""
     return _check(int, minimum, maximum)
 
 
@@ -246,6 +248,8 @@ def _check(kind: type[int] | type[float], minimum: float, maximum: float | None)
         # `not (a <= x)` also refuses NaN.
         if not is_kind or not minimum <= cast(float, value) <= (math.inf if maximum is None else maximum):
             raise ConfigError(f"{field.name} must be {expected}, {limits}, not {value!r}.", option=field.name)
+        if kind is int and cast(int, value) > _MAX_INTEGER:
+            raise ConfigError(f"{field.name} must be an integer of at most 64 bits.", option=field.name)
         if value == math.inf:
             raise ConfigError(f"{field.name} must be finite.", option=field.name)
 

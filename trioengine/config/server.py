@@ -73,7 +73,7 @@ class ServerConfig:
     )
     fd: int | None = attrs.field(
         default=None,
-        validator=optional(integer(0)),
+        validator=optional(integer(0, 2**31 - 1)),
         metadata=documented("Listen on this inherited file descriptor, a bound stream socket, instead."),
     )
     root_path: str = attrs.field(

@@ -96,7 +96,8 @@ def create_network_endpoint(address: str, keys: CurveKeys) -> Endpoint:
         ConfigError: the address is not tcp://HOST:PORT.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not port.isascii() or not port.isdigit():
+    is_port = port.isascii() and port.isdigit() and 0 < int(port[:9]) <= 65535
+    if not address.startswith("tcp://") or not host or not is_port:
         raise ConfigError(f"The address must be tcp://HOST:PORT, not {address!r}.")
     return Endpoint(address, curve=keys)
 

@@ -5,6 +5,7 @@ Torch is imported only where it computes, or may.
 
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -230,7 +231,7 @@ def _native_or_torch(config: EngineConfig) -> Computer:
             raise NativeUnavailableError(f"{env.CPU_KERNELS_VARIABLE} is off.")
         if config.block_size % 16:
             raise NativeUnavailableError(f"They need a block_size that is a multiple of 16, not {config.block_size}.")
-        return Computer(load_library(env.cache_dir() / "native"))
+        return Computer(_load_library())
     except NativeUnavailableError as error:
         if config.quantization is not None:
             raise ConfigError(
@@ -247,6 +248,16 @@ def _native_or_torch(config: EngineConfig) -> Computer:
             error,
         )
         return Computer(None)
+
+
+def _load_library() -> Library:
+    folder = env.cache_dir() / "native"
+    try:
+        return load_library(folder)
+    except NativeUnavailableError as error:
+        if not isinstance(error.__cause__, OSError) or os.access(folder, os.W_OK):
+            raise
+        raise NativeUnavailableError(f"{error} Set {env.CACHE_VARIABLE} to a folder that can be written.") from error
 
 
 def open_draft_checkpoint(config: EngineConfig, location: ModelLocation, target: AnyConfig) -> Checkpoint:

@@ -43,10 +43,10 @@ class BufferPlan:
         """Return a stand-in for the address of a new buffer; addresses inside of it are counted from there.
 
         Raises:
-            ValueError: the buffer is larger than 256 GiB.
+            MemoryError: the buffer is larger than 256 GiB.
         """
         if num_bytes >= 1 << _OFFSET_BITS:
-            raise ValueError(f"A buffer of {num_bytes} bytes is too large.")
+            raise MemoryError(f"A buffer of {num_bytes} bytes is too large.")
         self._sizes.append(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
         return _STAND_IN | (len(self._sizes) - 1) << _OFFSET_BITS
 

@@ -482,7 +482,7 @@ def test_a_key_file_is_made_once_and_must_be_one(tmp_path: Path) -> None:
         address.read_keys(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="cannot be made"):
         address.read_or_make_keys(str(tmp_path / "nowhere" / "keys"))
-    for text in ("tcp://host", "host:1", "ipc:///x:1", "tcp://:1", "tcp://host:*"):
+    for text in ("tcp://host", "host:1", "ipc:///x:1", "tcp://:1", "tcp://host:*", "tcp://host:0", "tcp://host:65536"):
         with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
             address.create_network_endpoint(text, keys)
 

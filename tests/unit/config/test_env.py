@@ -28,6 +28,17 @@ def test_the_cache_is_in_the_users_cache_directory_otherwise(monkeypatch: pytest
     assert env.cache_dir() == tmp_path / ".cache" / "trioengine"
 
 
+def test_without_a_home_the_cache_needs_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expanduser(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TRIOENGINE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    with pytest.raises(ConfigError, match="TRIOENGINE_CACHE"):
+        env.cache_dir()
+
+
 def test_a_log_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIOENGINE_LOG_LEVEL", "DEBUG")
     assert env.log_level() == "debug"

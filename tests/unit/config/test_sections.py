@@ -57,6 +57,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ("max_num_seqs", True),
         ("max_num_seqs", 2.0),
         ("max_num_batched_tokens", -1),
+        ("max_num_batched_tokens", 10**14),
+        ("kv_cache_memory_bytes", 2**63),
         ("cpu_threads", 0),
         ("step_timeout_s", 0),
         ("step_timeout_s", math.nan),
@@ -99,7 +101,7 @@ def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_option(name: str
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("port", 65536), ("port", -1), ("host", ""), ("strict", "yes"), ("strict", 1)]
+    ("name", "value"), [("port", 65536), ("port", -1), ("fd", 2**31), ("host", ""), ("strict", "yes"), ("strict", 1)]
 )
 def test_the_server_refuses_by_name_too(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:

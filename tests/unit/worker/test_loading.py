@@ -63,6 +63,17 @@ def location(tmp_path: Path) -> ModelLocation:
     return ModelLocation(ModelKind.GGUF, path, "tiny")
 
 
+def test_a_cache_that_cannot_be_written_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, location: ModelLocation, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    monkeypatch.setenv("TRIOENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("trioengine_kernels.native.library.PREBUILT", tmp_path / "nothing.so")
+    with caplog.at_level(logging.WARNING):
+        assert choose_computer(EngineConfig(), open_checkpoint(location)) == TORCH
+    assert "Set TRIOENGINE_CACHE to a folder that can be written." in caplog.text
+
+
 def test_an_executor_loads_and_computes(location: ModelLocation, computer: Computer) -> None:
     reports: list[tuple[str, float]] = []
     executor = load_executor(open_checkpoint(location), CONFIG, computer, report=lambda *stage: reports.append(stage))
