@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 from collections.abc import Sequence
+from pathlib import Path
 
 import trio
 
@@ -99,6 +100,8 @@ def _remove_stale(path: str) -> None:
         return
     if not stat.S_ISSOCK(os.stat(path).st_mode):
         raise FileExistsError(errno.EEXIST, "there is a file that is no socket")
+    if _is_bound(path):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -106,6 +109,15 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
             return
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _is_bound(path: str) -> bool:
+    """Whether a process has this socket, also one that loads its model and does not listen yet. Linux tells."""
+    try:
+        lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    return any(line.endswith((f" {path}", f" {os.path.abspath(path)}")) for line in lines)
 
 
 def close_listeners(sockets: Sequence[socket.socket]) -> None:

@@ -63,6 +63,18 @@ async def test_a_path_that_somebody_listens_on_stays_theirs(tmp_path: Path) -> N
             assert (await client.request("GET", "/")).body == b"fine"
 
 
+async def test_a_path_of_a_server_that_is_about_to_listen_stays_its(tmp_path: Path) -> None:
+    """One that loads its model: it has taken the path, and refuses connections still."""
+    path = tmp_path / "x.sock"
+    [theirs] = await bind_listeners(ServerConfig(uds=str(path)))
+    with theirs:
+        with pytest.raises(ServerStartError, match="in use"):
+            await bind_listeners(ServerConfig(uds=str(path)))
+        theirs.listen()
+        async with open_unix(path):
+            pass
+
+
 async def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("important")
