@@ -316,6 +316,12 @@ def test_the_engines_options_stand_on_the_command_line(tmp_path: Path) -> None:
         (["--scheduling-policy=lottery"], "lottery"),
         (["--reasoning-parser=nobody"], "nobody"),
         (["--chat-template=/nowhere/chat.jinja"], "No such file"),
+        (["--ssl-certfile=/nowhere/chain.pem"], "chain.pem"),
+        (["--http2"], "ssl_certfile"),
+        (["--lora-modules=polite=/adapters/polite"], "enable_lora"),
+        (["--fd=99999999999999"], "fd"),
+        (["--kv-cache-memory-bytes=99999999999999999999"], "kv_cache_memory_bytes"),
+        (["--max-num-batched-tokens=99999999999999"], "max_num_batched_tokens"),
     ],
 )
 def test_an_option_that_cannot_work_is_one_message(words: list[str], message: str) -> None:
@@ -325,3 +331,4 @@ def test_an_option_that_cannot_work_is_one_message(words: list[str], message: st
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert "loading" not in done.stderr

@@ -21,8 +21,9 @@ from trioengine.cli.vllm_options import add_vllm_options, tell_ignored
 from trioengine.client.cores import Cores, start_cores
 from trioengine.client.engine import open_engine
 from trioengine.config import EngineConfig, ServerConfig, env
-from trioengine.errors import TrioEngineError
+from trioengine.errors import ConfigError, TrioEngineError
 from trioengine.server.listeners import bind_listeners, close_listeners, is_loopback
+from trioengine.server.tls import load_server_tls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
     tell_ignored(arguments)
-    return trio.run(_Service(engine_config_from(arguments), server_config_from(arguments)).run)
+    engine_config, server_config = engine_config_from(arguments), server_config_from(arguments)
+    # What loading the model would only delay.
+    load_server_tls(server_config)
+    if server_config.lora_modules and not engine_config.enable_lora:
+        raise ConfigError("lora_modules needs enable_lora.", option="lora_modules")
+    return trio.run(_Service(engine_config, server_config).run)
 
 
 def server_config_from(arguments: argparse.Namespace) -> ServerConfig:

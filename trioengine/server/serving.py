@@ -18,13 +18,13 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework
 
 from trioengine.config.server import ServerConfig
-from trioengine.errors import ConfigError, ServerStartError
+from trioengine.errors import ServerStartError
 from trioengine.server.access import AccessRules
 from trioengine.server.connection import Connection, Service
 from trioengine.server.gate import Gate
 from trioengine.server.lifespan import open_lifespan
 from trioengine.server.listeners import bind_listeners, close_listeners, is_loopback
-from trioengine.server.tls import load_tls
+from trioengine.server.tls import load_server_tls
 
 ACCEPT_RETRY_S = 0.1
 _BACKLOG = 1024
@@ -60,11 +60,7 @@ async def serve(
         ConfigError: `config.http2` without TLS, or a certificate that cannot be loaded.
         ServerStartError: the address cannot be bound, or the application's startup failed.
     """
-    tls = load_tls(config) if tls is None else tls
-    if config.http2 and tls is None:
-        raise ConfigError("http2 needs TLS (ssl_certfile): HTTP/2 is chosen by ALPN only.", option="http2")
-    if tls is not None:
-        tls.set_alpn_protocols(["h2", "http/1.1"] if config.http2 else ["http/1.1"])
+    tls = load_server_tls(config, tls)
     sockets = await bind_listeners(config) if listeners is None else list(listeners)
     try:
         _listen(sockets)

@@ -6,6 +6,20 @@ from trioengine.config.server import ServerConfig
 from trioengine.errors import ConfigError
 
 
+def load_server_tls(config: ServerConfig, tls: ssl.SSLContext | None = None) -> ssl.SSLContext | None:
+    """The context of an HTTP server: `tls` where it is given, else as `load_tls`, with the protocols it offers.
+
+    Raises:
+        ConfigError: as `load_tls`; or HTTP/2 is asked for without TLS.
+    """
+    tls = load_tls(config) if tls is None else tls
+    if config.http2 and tls is None:
+        raise ConfigError("http2 needs TLS (ssl_certfile): HTTP/2 is chosen by ALPN only.", option="http2")
+    if tls is not None:
+        tls.set_alpn_protocols(["h2", "http/1.1"] if config.http2 else ["http/1.1"])
+    return tls
+
+
 def load_tls(config: ServerConfig) -> ssl.SSLContext | None:
     """A context for `serve` with the certificate of `config`, TLS 1.2 or newer; None where there is none.
 
