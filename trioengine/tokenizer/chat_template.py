@@ -8,8 +8,12 @@ request format: content is a string here.
 import datetime
 import functools
 import json
+import math
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn, cast
 
 import attrs
@@ -17,14 +21,19 @@ from jinja2 import TemplateSyntaxError, Undefined, nodes
 from jinja2.environment import Template
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_batch, do_center, do_format, do_indent, do_slice
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from trioengine.errors import CheckpointError, RequestError
 from trioengine.tokenizer.tokenizer import Tokenizer
 
 MAX_PROMPT_CHARS = 64 << 20
 """What a template may produce. Requests are bounded long before; this stops templates that run away."""
+MAX_RENDER_CPU_S = 5.0
+"""What a template may compute: rendering a long conversation takes a hundredth of it. A loop without end would hold up
+everybody, since nothing can interrupt it."""
 MAX_REPEATED_ITEMS = 1 << 20
 MAX_MESSAGE_CHARS = 500
 DEFAULT_TEMPLATE = "default"
@@ -202,6 +211,7 @@ def _with_known_role(message: dict[str, object]) -> dict[str, object]:
 
 
 def _render(template: Template, variables: dict[str, object]) -> str:
+    _cpu_deadline_s.set(time.thread_time() + MAX_RENDER_CPU_S)
     parts: list[str] = []
     num_chars = 0
     for part in template.generate(variables):
@@ -247,18 +257,75 @@ def _environment() -> "_ChatEnvironment":
     )
     filters = cast(dict[str, Callable[..., object]], environment.filters)
     filters["tojson"] = _to_json
+    for name, function in filters.items():
+        filters[name] = _bounded(function)
     functions = cast(dict[str, object], environment.globals)
+    del functions["lipsum"]
     functions["raise_exception"] = _raise_exception
     functions["strftime_now"] = _strftime_now
     return environment
 
 
-class _ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also refuses to make huge strings and lists out of nothing."""
+_HUGE_WIDTH = re.compile(r"%[-+ #0]*(\d*\.)?(\d{5}|\*)|\{[^{}]*:[^{}]*(\d{5}|\{)")
+"""A width of five digits, or of another argument, in a text for `%` or `format`."""
+_cpu_deadline_s: ContextVar[float] = ContextVar("_cpu_deadline_s", default=math.inf)
+"""By this thread's clock. Where nothing is rendered, as while a template is compiled, there is none."""
 
-    intercepted_binops = frozenset({"*", "**"})
+
+class _ChatEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also refuses to make huge strings and lists out of nothing, and to compute for ever."""
+
+    _num_turns = 0
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """What the parts of a block, a macro or `~` are put together by."""
+        texts = list(parts)
+        _check_length(sum(map(len, texts)))
+        return "".join(texts)
+
+    def join_texts(self, *values: object) -> str:
+        """What `~` does."""
+        return self.concat(map(str, values))
+
+    @property
+    def has_time(self) -> bool:
+        """Read in each turn of a loop and by each macro. Always true; once it is not, an error."""
+        self._num_turns += 1  # By several threads at once, so at worst it looks a little later.
+        if not self._num_turns % 16 and time.thread_time() > _cpu_deadline_s.get():
+            raise RequestError(f"The chat template computes for more than {MAX_RENDER_CPU_S:g} s.", param="messages")
+        return True
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(function, "__self__", None), (str, bytes, int)):
+            _check_sizes(args, kwargs)
+        value = super().call(context, function, *args, **kwargs)
+        if isinstance(value, str):
+            _check_length(len(value))
+        return value
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """As Jinja has it: the safe form of a text's method `format`, None for anything else."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        _Watch().visit(template)
+        template.set_environment(self)
+        return template
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            if all(isinstance(side, (str, list, tuple)) for side in (left, right)):
+                _check_length(len(left) + len(right))
+            return left + right
+        if operator == "%":
+            _check_format(left)
+            return super().call_binop(context, operator, left, right)
         if operator == "**" or (isinstance(left, int) and isinstance(right, int)):
             is_small = all(isinstance(side, (int, float)) and abs(side) < 1 << 32 for side in (left, right))
             if not is_small or (operator == "**" and abs(right) > 64):
@@ -270,6 +337,71 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
                 if num_items > MAX_REPEATED_ITEMS:
                     raise SecurityError(f"the template repeats something to {num_items} items")
         return super().call_binop(context, operator, left, right)
+
+
+class _Watch(NodeTransformer):
+    """Has each turn of a loop, and each macro and block, spend time, and `~` look at what it makes."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, _spending(node))
+        if node.test is not None:
+            node.test = nodes.And(_has_time(node), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Macro(self, node: nodes.Macro | nodes.CallBlock | nodes.Block) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, _spending(node))
+        return node
+
+    visit_CallBlock = visit_Block = visit_Macro
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        method = nodes.EnvironmentAttribute("join_texts", lineno=node.lineno)
+        return nodes.Call(method, node.nodes, [], None, None, lineno=node.lineno)
+
+
+def _spending(node: nodes.Node) -> nodes.Node:
+    return nodes.ExprStmt(_has_time(node), lineno=node.lineno)
+
+
+def _has_time(node: nodes.Node) -> nodes.Expr:
+    return nodes.EnvironmentAttribute("has_time", lineno=node.lineno)
+
+
+def _bounded(function: Callable[..., object]) -> Callable[..., object]:
+    """A filter that neither takes nor makes what is huge."""
+    is_of_numbers = function in (do_batch, do_center, do_indent, do_slice, _to_json)
+
+    @functools.wraps(function)  # With what Jinja has noted about its arguments.
+    def bounded(*args: Any, **kwargs: Any) -> object:
+        if is_of_numbers:
+            _check_sizes(args, kwargs)
+        elif function is do_format:
+            _check_format(args[0])
+        value = function(*args, **kwargs)
+        if isinstance(value, str):
+            _check_length(len(value))
+        return value
+
+    return bounded
+
+
+def _check_sizes(args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int) and abs(value) > MAX_REPEATED_ITEMS:
+            raise SecurityError(f"the template asks for a size of {value}")
+
+
+def _check_format(text: object) -> None:
+    if isinstance(text, str) and _HUGE_WIDTH.search(text):
+        raise SecurityError("the template formats something to a huge width, or one that it computes")
+
+
+def _check_length(num_items: int) -> None:
+    if num_items > MAX_PROMPT_CHARS:
+        raise SecurityError(f"the template makes something of more than {MAX_PROMPT_CHARS} characters or items")
 
 
 class _GenerationBlock(Extension):

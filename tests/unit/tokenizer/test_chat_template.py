@@ -145,6 +145,68 @@ def test_a_template_cannot_produce_without_end(tokenizer: Tokenizer, monkeypatch
         render_chat(chat, user("x"))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for i in range(99999) recursive %}{{ loop(range(2)) if loop.depth < 40 }}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_compute_without_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr("trioengine.tokenizer.chat_template.MAX_RENDER_CPU_S", 0.1)
+    with pytest.raises(RequestError, match=r"computes for more than 0\.1 s"):
+        render_chat(with_template(tokenizer, source), user("x"))
+
+
+DOUBLED = "{{% set n = namespace(x='12345678') %}}{{% for i in range(60) %}}{}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DOUBLED.format("{% set n.x = n.x ~ n.x %}"),
+        DOUBLED.format("{% set n.x = n.x + n.x %}"),
+        DOUBLED.format("{% set n.x = [n.x, n.x] | join %}"),
+        DOUBLED.format("{% set n.x = ''.join([n.x, n.x]) %}"),
+        DOUBLED.format("{% set n.x = '%s%s' | format(n.x, n.x) %}"),
+        DOUBLED.format("{% set x %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = x %}"),
+        DOUBLED.format("{% set n.x = [n.x] + [n.x] %}{% set n.x = n.x | string %}"),
+        "{{ 'x' | center(99999999999) }}",
+        "{{ 'x'.ljust(99999999999) }}",
+        "{{ '%99999999999d' % 1 }}",
+        "{{ '%99999999999d' | format(1) }}",
+        "{{ '{:>99999999999}'.format(1) }}",
+        "{{ '{:>{}}'.format(1, 99999999999) }}",
+        "{{ messages | tojson(indent=99999999999) }}",
+        "{{ 'x\ny' | indent(99999999999) }}",
+        "{{ [1] | batch(99999999999, 0) | list }}",
+        "{{ [1] | slice(99999999999) | list }}",
+        "{{ lipsum(n=99999999999) }}",
+    ],
+)
+def test_a_template_cannot_make_what_is_huge(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr("trioengine.tokenizer.chat_template.MAX_PROMPT_CHARS", 1 << 20)
+    with pytest.raises(RequestError, match="chat template"):
+        render_chat(with_template(tokenizer, source), user("x"))
+
+
+def test_what_watches_a_template_changes_nothing_of_it(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% macro m(x) %}<{{ x }}{{ caller() if caller }}>{% endmacro %}"
+        "{% for i in [3, 1, 2] if i > 1 %}{{ loop.index }}:{{ i ~ '-' ~ none ~ nothing }} {% else %}none{% endfor %}"
+        "{% for i in [] %}{% else %}none{% endfor %}{{ m(1) }}{% call m(2) %}!{% endcall %}{% block b %}b{% endblock %}"
+        "{{ 1700000000000 + 1 }} {{ 7 % 4 }} {{ '%05.1f' % 2.25 }} {{ '{:>3}{}'.format(1, 1700000000) }}"
+    )
+    rendered = render_chat(with_template(tokenizer, source), user("x"))
+    assert rendered.prompt_text == "1:3-None 2:2-None none<1><2!>b1700000000001 3 002.2   11700000000"
+
+
 def test_a_template_that_is_no_jinja_is_the_models_fault(tokenizer: Tokenizer) -> None:
     with pytest.raises(CheckpointError, match="chat template is not valid"):
         render_chat(with_template(tokenizer, "{% for %}"), user("x"))
