@@ -48,6 +48,10 @@ async def until(condition: Callable[[], object], *, seconds: float) -> None:
             await trio.sleep(0.02)
 
 
+def num_files(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
 async def begin_stream(client: RawHttpClient, num_tokens: int) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
@@ -92,15 +96,19 @@ async def test_one_that_ends_unasked_ends_all_with_a_message() -> None:
         assert group.is_gone()
 
 
-async def test_a_killed_supervisor_leaves_nobody() -> None:
-    """Case 12 (vllm 55510): also in the middle of an answer."""
+async def test_a_killed_supervisor_leaves_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Case 12 (vllm 55510): also in the middle of an answer. No sockets and no folders either."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with served_group() as group:
+        assert num_files(tmp_path) == 2 + COUNT
         async with open_raw_http(group.served.url) as client:
             with trio.fail_after(30):
                 await begin_stream(client, 1000)
             group.served.process.kill()
             await until(group.is_gone, seconds=5)
         assert group.is_gone()
+        assert num_files(tmp_path) == 0
 
 
 async def test_a_killed_core_ends_all_after_their_clients_have_heard_of_it() -> None:

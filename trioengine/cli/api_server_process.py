@@ -6,6 +6,7 @@ error that ended it. When the supervisor closes its end, or is gone, the process
 
 import json
 import logging
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -120,22 +121,29 @@ async def _run(supervisor: socket.socket) -> None:
     listeners = [inherited_listener(fd) for fd in launch.listener_fds]
     # The engine is one, so that its adapters are loaded once.
     server = ApiServer(launch.config if launch.index == 0 else attrs.evolve(launch.config, lora_modules=()))
+    attachment = Attachment.from_bytes(launch.attachment)
+    is_orphan = False
+
+    async def obey() -> None:
+        nonlocal is_orphan
+        while await _receive_exactly(stream, len(DRAIN)) == DRAIN:
+            server.drain()
+        is_orphan = True
+        nursery.cancel_scope.cancel()
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_obey, stream, server, nursery.cancel_scope)
+        nursery.start_soon(obey)
         nursery.start_soon(trio.to_thread.run_sync, import_server)
 
         def report(serving: Serving) -> None:
             supervisor.sendall(report_of(serving))  # Small, and nothing else is under way: it never blocks.
 
-        async with attach_engine(Attachment.from_bytes(launch.attachment), api_server=launch.index) as engine:
+        async with attach_engine(attachment, api_server=launch.index) as engine:
             await server.run(engine, listeners, report)
         nursery.cancel_scope.cancel()
-
-
-async def _obey(stream: trio.SocketStream, server: ApiServer, everything: trio.CancelScope) -> None:
-    while await _receive_exactly(stream, len(DRAIN)) == DRAIN:
-        server.drain()
-    everything.cancel()
+    if is_orphan:
+        # The supervisor may have had no time to clean up.
+        shutil.rmtree(attachment.metrics_folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

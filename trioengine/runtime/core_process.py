@@ -98,6 +98,8 @@ def _run(build: BuildCore, launch: CoreLaunch, sockets: Sequence[BlockingSocket]
         for socket in sockets:
             _send_surely(socket, built.ready)
         run_step_loop(built.core, sockets, page, built.waker)
+        if owner.is_peer_gone:  # The thread that watches for that may come too late.
+            _remove(launch.endpoints)
     except Exception as error:  # The border of the process, as above.
         message = f"The engine core died: {type(error).__name__}: {error}"
         logger.exception("The engine core died.")
@@ -130,10 +132,15 @@ def _watch(launch_fd: int, page: StatusPage, endpoints: Sequence[Endpoint]) -> N
     page.tick()
     while not poller.poll(TICK_INTERVAL_S * 1000):
         page.tick()
-    # The parent writes nothing after the launch, so this is the end of the pipe. It may have had no time to clean up.
+    # The parent writes nothing after the launch, so this is the end of the pipe.
+    _remove(endpoints)
+    os._exit(1)
+
+
+def _remove(endpoints: Sequence[Endpoint]) -> None:
+    """After the owner has gone: it may have had no time to clean up."""
     for endpoint in endpoints:
         endpoint.remove()
-    os._exit(1)
 
 
 if __name__ == "__main__":
