@@ -396,6 +396,8 @@ class LLM:
                 with PromptProgress(use_tqdm, len(processed)) as progress:
                     while len(outputs) < len(processed):
                         for output in engine.step():
+                            if not output.finished:
+                                continue  # What there was of a request that has failed: its error comes next.
                             outputs[output.request_id] = output
                             num_generated = output.num_generated_tokens if isinstance(output, RequestOutput) else 0
                             progress.finish_one(len(output.prompt_token_ids), num_generated)

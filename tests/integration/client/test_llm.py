@@ -1,5 +1,6 @@
 """`LLM` as vLLM's scripts use it: over fake cores, over real models, and as programs of their own."""
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from trioengine.client.llm_engine import LLMEngine
 from trioengine.errors import (
     ConfigError,
     EngineClosedError,
+    EngineDeadError,
     EngineGenerateError,
     PromptTooLongError,
     RequestError,
@@ -25,7 +27,7 @@ from trioengine.errors import (
 )
 from trioengine.testing.blocking_adapter import build_fake_core_here
 from trioengine.testing.fake_core import MODULE
-from trioengine.testing.fake_executor import generate_alone
+from trioengine.testing.fake_executor import FakeExecutor, generate_alone
 from trioengine.testing.fake_tokenizer import write_fake_model
 from trioengine.types.messages import CheckIntegrity, GetLoad
 
@@ -263,6 +265,35 @@ def test_a_closed_one_says_so(model: str, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="no option 'max_num_seq'"):
         LLM(model, max_num_seq=7)
     assert not issubclass(EngineClosedError, EngineGenerateError)
+
+
+def test_a_request_that_fails_after_some_tokens_is_an_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beginning is no answer, and the next call hears nothing of it; the same where the whole engine has died."""
+    monkeypatch.setattr("trioengine.runtime.build.build_engine_core", build_fake_core_here)
+    with LLM(model) as llm:
+        executor = cast(FakeExecutor, llm.llm_engine.model_executor)
+
+        def fails(_: object, num_generated: int) -> bool:
+            return num_generated == 3
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "_fails", fails)
+            for prompts in ([[5, 6]], [[5, 6], [7]]):
+                with pytest.raises(EngineGenerateError, match="It was to fail"):
+                    llm.generate(prompts, SHORT)
+        (output,) = llm.generate([[5, 6]], SHORT)
+        assert output.outputs[0].token_ids == right_tokens([5, 6])
+
+        submit, num_steps = executor.submit, itertools.count()
+
+        def fail_later(plan: Any) -> Any:
+            if next(num_steps) == 3:
+                raise RuntimeError("out of paper")
+            return submit(plan)
+
+        monkeypatch.setattr(executor, "submit", fail_later)
+        with pytest.raises(EngineDeadError, match="out of paper"):
+            llm.generate([[5, 6]], SHORT)
 
 
 # Scripts written for vLLM
