@@ -6,6 +6,7 @@ when an engine is opened.
 
 import logging
 import math
+import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from trioengine.core.executor import Executor
 from trioengine.errors import (
     CodecError,
     ConfigError,
+    EngineClosedError,
     EngineDeadError,
     EngineStartError,
     PeerUnreachableError,
@@ -237,6 +239,7 @@ class SyncMPClient:
         self._numbers = {core_identity(rank): number for number, rank in enumerate(config.local_ranks)}
         self._stack = ExitStack()
         self._looked_at_s = time.monotonic()
+        self._pid = os.getpid()
         try:
             with interrupts:
                 self._start(location, draft_location, core_module, core_options or {})
@@ -258,6 +261,7 @@ class SyncMPClient:
 
     def send(self, core: int, message: ToCore) -> None:
         """As `BlockingClient`. To a core that has gone it does nothing: whoever waits is told."""
+        self._check_process()
         self.flush()
         self._send(self._cores[core], message)
 
@@ -279,6 +283,7 @@ class SyncMPClient:
 
     def check_health(self) -> None:
         """As `BlockingClient`."""
+        self._check_process()
         if self._frontend.dead_error is None:
             self._drain()
             for core in self._cores:
@@ -375,6 +380,10 @@ class SyncMPClient:
         self._frontend.fail_all(
             error if isinstance(error, EngineDeadError) else EngineDeadError(f"The engine core died: {error}")
         )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineClosedError("This process was forked off the engine's, which has the cores: open another here.")
 
     def _raise_trouble(self) -> None:
         for core in self._cores:

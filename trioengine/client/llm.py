@@ -46,7 +46,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 class LLM:
     """A model for this program. It holds the model's memory until `close`, the end of its `with` block, or until it is
-    dropped. For one thread at a time.
+    dropped. Calls of several threads take turns.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """`LLMEngine`: the engine for a program that steps it itself, without an event loop. `LLM` is made of it.
 
 Everything happens in the calls: `step` lets the core compute (or waits for core processes) and returns what is new.
-For one thread at a time.
+Calls of several threads take turns.
 """
 
 import os
@@ -450,7 +450,7 @@ def _close(
 ) -> None:
     if os.getpid() != pid:
         return  # A copy that `fork` has made: the cores are its parent's.
-    with interrupts:
+    with interrupts.last():
         frontend.fail_all(EngineClosedError("The engine is closed."))
         client.close()
         for each in stat_loggers:

@@ -411,12 +411,56 @@ def test_a_closed_engine_says_so(open_engine: Opener) -> None:
             use()
 
 
+def test_threads_take_turns_and_closing_ends_who_is_there(open_engine: Opener) -> None:
+    """Each gets the answers to its own requests."""
+    engine, is_inside, errors = open_engine(), threading.Event(), list[BaseException]()
+
+    def work(num_rounds: int) -> None:
+        try:
+            for _ in range(num_rounds):
+                with engine.interrupts:
+                    assert is_right(engine)
+            is_inside.set()
+            with engine.interrupts:
+                while num_rounds == 0:
+                    engine.add_request("mine", PROMPT, ENDLESS)
+                    run(engine)
+        except BaseException as error:
+            errors.append(error)
+
+    def start(num_rounds: int) -> threading.Thread:
+        thread = threading.Thread(target=work, args=(num_rounds,))
+        thread.start()
+        return thread
+
+    for thread in [start(5) for _ in range(4)]:
+        thread.join()
+    assert errors == []
+    is_inside.clear()
+    thread = start(0)
+    is_inside.wait()
+    engine.close()
+    thread.join()
+    assert [type(error) for error in errors] == [EngineClosedError]
+
+
 def test_a_copy_that_fork_makes_does_not_end_the_cores(model: str) -> None:
+    """Nor does it wait for them: their answers come here."""
     with open_scripted(model) as engine:
         child = os.fork()
         if child == 0:
+            num_refused = 0
+            for use in (
+                engine.check_health,
+                lambda: engine.call(GetLoad()),
+                lambda: engine.add_request("child's", "abc", ENDLESS),
+            ):
+                try:
+                    use()
+                except EngineClosedError as error:
+                    num_refused += "forked" in str(error)
             engine.close()
-            os._exit(0)
+            os._exit(0 if num_refused == 3 else 1)
         assert os.waitpid(child, 0)[1] == 0
         engine.add_request("mine", "abc", SamplingParams(max_tokens=3))
         assert run(engine)[-1].outputs[0].finish_reason is FinishReason.LENGTH

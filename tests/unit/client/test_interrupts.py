@@ -2,12 +2,14 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
 import trio
 
 from trioengine.client.interrupts import Interrupts
+from trioengine.errors import EngineClosedError
 
 
 def interrupt() -> None:
@@ -86,3 +88,44 @@ async def test_other_threads_change_nothing() -> None:
 
     handler = signal.getsignal(signal.SIGINT)
     assert await trio.to_thread.run_sync(work) is handler
+
+
+def test_threads_take_turns() -> None:
+    """However often each has entered; who waits is not in the way of Ctrl-C."""
+    interrupts, done = Interrupts(), list[int]()
+
+    def work() -> None:
+        with interrupts:
+            for number in range(100):
+                with interrupts:
+                    done.append(number)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117
+        with interrupts:
+            for thread in threads:
+                thread.start()
+            interrupt()
+            work()
+            assert done == [*range(100)]
+    for thread in threads:
+        thread.join()
+    assert done == [*range(100)] * 5
+
+
+async def test_who_closes_makes_another_thread_leave() -> None:
+    interrupts, is_inside, done = Interrupts(), threading.Event(), list[str]()
+
+    def work() -> None:
+        with pytest.raises(EngineClosedError), interrupts:  # noqa: PT012
+            is_inside.set()
+            while True:
+                interrupts.check()
+                done.append("work")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.to_thread.run_sync, work)
+        await trio.to_thread.run_sync(is_inside.wait)
+        with interrupts.last():
+            num_done = len(done)
+        assert len(done) == num_done
