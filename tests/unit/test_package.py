@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import trioengine
 
@@ -39,3 +40,9 @@ def test_it_imports_nothing_before_a_name_is_asked_for() -> None:
     code = "import sys, trioengine; print([name for name in ('trio', 'torch', 'numpy', 'zmq') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_type_checkers_of_others_read_its_types() -> None:
+    """PEP 561's mark."""
+    assert trioengine.__file__ is not None
+    assert (Path(trioengine.__file__).parent / "py.typed").is_file()
