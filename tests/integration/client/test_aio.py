@@ -316,6 +316,24 @@ def test_a_thread_that_cannot_begin_says_so(model: str, monkeypatch: pytest.Monk
     run(main())
 
 
+def test_tasks_of_another_loop_are_refused(model: str) -> None:
+    """They would wait for what only the engine's own loop is told."""
+
+    async def use(engine: Engine) -> None:
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await tokens_of(engine, 1)
+        for coroutine in (engine.call(GetLoad()), engine.check_health()):
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await coroutine
+
+    async def main() -> None:
+        async with open_fake(model) as engine:
+            await asyncio.to_thread(asyncio.run, use(engine))
+            assert await tokens_of(engine, 1) == right_tokens(1)
+
+    run(main())
+
+
 def test_two_engines_live_in_one_loop_and_exceptions_of_the_block_stay_themselves(model: str) -> None:
     async def main() -> None:
         mine, caught = KeyError("mine"), None
