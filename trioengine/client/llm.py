@@ -122,7 +122,7 @@ class LLM:
             tokenization_kwargs: as `GenerateRequest`'s.
 
         Raises:
-            RequestError: a prompt or a parameter cannot work. Nothing was run.
+            RequestError: a prompt or a parameter cannot work; a note tells which prompt's. Nothing was run.
             EngineGenerateError: a request failed. The others are dropped.
             EngineDeadError: the engine has died, and why.
             KeyboardInterrupt: and all requests are dropped; the next call starts afresh.
@@ -172,8 +172,8 @@ class LLM:
             tools: functions that the template tells the model of.
             chat_template_kwargs: what else the template reads.
         """
-        is_one = not messages or isinstance(messages[0], Mapping)
-        conversations = cast("Sequence[Sequence[ChatMessage]]", [messages] if is_one else messages)
+        is_several = isinstance(messages, (list, tuple)) and messages and not isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[ChatMessage]]", messages if is_several else [messages])
         kwargs = dict(chat_template_kwargs or {})
         if tools:
             kwargs["tools"] = list(tools)
@@ -382,7 +382,13 @@ class LLM:
         """Answer all requests; whatever happens, none of them is left."""
         engine = self.llm_engine
         engine.check_health()
-        processed: list[ProcessedRequest | ProcessedEncodeRequest] = [engine.process(each) for each in requests]
+        processed: list[ProcessedRequest | ProcessedEncodeRequest] = []
+        for place, each in enumerate(requests):
+            try:
+                processed.append(engine.process(each))
+            except RequestError as error:
+                error.add_note(f"prompts[{place}]")
+                raise
         if engine.is_paused():
             raise UnavailableError("The engine sleeps or is paused: nothing would be computed. Call wake_up first.")
         outputs: dict[str, RequestOutput | PoolingRequestOutput] = {}

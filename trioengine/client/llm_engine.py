@@ -18,7 +18,14 @@ from trioengine.checkpoint.locate import ModelLocation, resolve_model
 from trioengine.client.blocking import HEALTH_INTERVAL_S, BlockingClient, InprocClient, SyncMPClient
 from trioengine.client.blocking_operations import BlockingOperations
 from trioengine.client.interrupts import Interrupts
-from trioengine.client.llm_inputs import EngineArgs, LoRARequest, PromptLike, cache_salt_of, to_prompt
+from trioengine.client.llm_inputs import (
+    DefaultSamplingParams,
+    EngineArgs,
+    LoRARequest,
+    PromptLike,
+    cache_salt_of,
+    to_prompt,
+)
 from trioengine.client.llm_outputs import PoolingRequestOutput, RequestOutput
 from trioengine.client.llm_requests import News, OpenEncodeRequest, OpenRequest
 from trioengine.config import env
@@ -217,6 +224,8 @@ class LLMEngine(BlockingOperations):
             RequestError: nothing was sent.
         """
         checked = to_prompt(prompt, "prompt")
+        if isinstance(params, DefaultSamplingParams):
+            params = params.plain()
         common: dict[str, Any] = {
             "request_id": request_id,
             "cache_salt": cache_salt_of(prompt),

@@ -108,8 +108,9 @@ class CallerOptions:
 
 
 class DefaultSamplingParams(SamplingParams):
-    """Those of `LLM.get_default_sampling_params`, whose fields may be set, as scripts do."""
+    """Those of `LLM.get_default_sampling_params`, whose fields may be set, as scripts do. There are no others."""
 
+    __slots__ = ()
     __setattr__ = object.__setattr__  # pyright: ignore[reportAssignmentType]
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -195,8 +196,10 @@ def to_messages(conversation: Sequence[Mapping[str, object]], content_format: st
     """Messages as a chat template reads them: parts of texts are joined, unless the format is "openai".
 
     Raises:
-        RequestError: a part is no text.
+        RequestError: they are no messages, or a part is no text.
     """
+    if isinstance(conversation, str) or not isinstance(conversation, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestError(f"messages must be a list, not {type(conversation).__name__}.", param="messages")
     if content_format not in ("auto", "string", "openai"):
         raise RequestError(
             'chat_template_content_format must be "auto", "string" or "openai".', param="chat_template_content_format"
@@ -207,6 +210,8 @@ def to_messages(conversation: Sequence[Mapping[str, object]], content_format: st
 
 
 def _with_text(position: int, message: Mapping[str, object]) -> ChatMessage:
+    if not isinstance(message, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestError(f"messages[{position}] must be a mapping.", param=f"messages[{position}]")
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message

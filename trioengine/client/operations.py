@@ -134,6 +134,8 @@ class EngineOperations(Protocol):
         Raises:
             RequestError: the method is not marked, or does not take these arguments.
         """
+        if not isinstance(method, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("method must be the name of a method that is marked for it.", param="method")
         try:
             arguments = json.dumps(kwargs, allow_nan=False)
         except (TypeError, ValueError) as error:

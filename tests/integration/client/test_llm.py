@@ -181,6 +181,21 @@ def test_without_parameters_the_authors_recommend_them(model: str, llm: LLM, tmp
             assert plain.get_default_sampling_params().plain() == SamplingParams()
 
 
+def test_recommended_parameters_may_be_set_and_used_everywhere(llm: LLM) -> None:
+    """As scripts do; a name that is not there is an error, not a wish that nobody hears."""
+    params = llm.get_default_sampling_params()
+    params.max_tokens, params.stop, params.ignore_eos = 3, ["no such text"], True  # type: ignore[misc,assignment]
+    (output,) = llm.generate([[5, 6]], params)
+    assert len(output.outputs[0].token_ids) == 3
+    llm.llm_engine.add_request("mine", [5, 6], params)
+    outputs: list[Any] = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+    assert len(outputs[-1].outputs[0].token_ids) == 3
+    with pytest.raises(AttributeError):
+        params.max_token = 4  # type: ignore[attr-defined]
+
+
 def test_a_seed_of_the_engine_makes_answers_repeat(model: str) -> None:
     free = SamplingParams(max_tokens=5, ignore_eos=True)
     answers: list[Any] = []
@@ -201,6 +216,12 @@ def test_nothing_is_run_of_a_call_with_a_wrong_request(llm: LLM) -> None:
         (lambda: llm.generate("abc", SamplingParams(temperature=-1)), RequestError),
         (lambda: llm.generate([[1] * (1 << 18)], SHORT), PromptTooLongError),
         (lambda: llm.chat([], SHORT), RequestError),
+        (lambda: llm.chat(cast(Any, "hi"), SHORT), RequestError),
+        (lambda: llm.chat(cast(Any, ["hi"]), SHORT), RequestError),
+        (lambda: llm.chat(cast(Any, [["hi"]]), SHORT), RequestError),
+        (lambda: llm.chat(cast(Any, {"role": "user", "content": "hi"}), SHORT), RequestError),
+        (lambda: llm.chat(cast(Any, None), SHORT), RequestError),
+        (lambda: llm.collective_rpc(cast(Any, len)), RequestError),
         (lambda: llm.generate("abc", SHORT, lora_request=LoRARequest("x", 1, "")), TrioEngineError),
         (lambda: llm.embed("abc"), RequestError),
         (lambda: llm.score("a", ["b", "c"]), RequestError),
@@ -217,6 +238,12 @@ def test_nothing_is_run_of_a_call_with_a_wrong_request(llm: LLM) -> None:
             assert error_class is TrioEngineError  # The fake executor may read any folder.
         assert llm.llm_engine.get_num_unfinished_requests() == before
     assert llm.generate([[5, 6]], SHORT)[0].outputs[0].token_ids == right_tokens([5, 6])
+
+
+def test_a_note_tells_which_prompt_is_wrong(llm: LLM) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(["abc", "abc", [999_999]], SHORT)
+    assert caught.value.__notes__ == ["prompts[2]"]
 
 
 def test_adapters_are_read_when_they_are_named(llm: LLM, tmp_path: Path) -> None:
