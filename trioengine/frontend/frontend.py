@@ -31,7 +31,7 @@ from trioengine.frontend.request_state import RequestState
 from trioengine.frontend.sink import ChildSink, Sink
 from trioengine.observability.request_log import log_arrival
 from trioengine.observability.stats import FinishedRequestStats, IterationStats, StatLogger
-from trioengine.types.codec import decode_reply, error_from_data
+from trioengine.types.codec import check_call, decode_reply, error_from_data
 from trioengine.types.messages import (
     AbortRequests,
     Call,
@@ -249,8 +249,10 @@ class Frontend:
 
         Raises:
             EngineDeadError, EngineClosedError: the engine is gone.
+            RequestError: no core could read it.
         """
         self._raise_if_dead()
+        check_call(call)
         assert 0 <= rank < len(self._ranks)
         call_id = next(self._call_ids)
         self._calls[call_id] = pending

@@ -24,7 +24,7 @@ from cattrs.cols import (
 from cattrs.dispatch import StructureHook
 
 from trioengine import errors
-from trioengine.errors import CodecError, EngineGenerateError, TrioEngineError
+from trioengine.errors import CodecError, EngineGenerateError, RequestError, TrioEngineError
 from trioengine.types.messages import (
     CALLS,
     AbortRequests,
@@ -102,6 +102,23 @@ def decode(data: bytes | memoryview) -> ToCore | FromCore:
         return _wire.structure(fields, MESSAGES[_tag(tag)])
     except Exception as error:  # A border: whatever a stranger sends becomes one kind of error.
         raise CodecError(f"Not a message of this protocol: {error!r}"[:500]) from error
+
+
+def check_call(call: Call[object]) -> None:
+    """Return when a core can read this operation, for otherwise nobody would reply.
+
+    Raises:
+        RequestError: it is none, or a field is of the wrong type.
+    """
+    if type(call) not in _CALL_TAGS:
+        raise RequestError(f"{str(call)[:100]!r} is no operation: give an object of a `Call`'s class.")
+    for field in attrs.fields(type(call)):
+        try:
+            _wire.structure(_wire.unstructure(getattr(call, field.name)), field.type)
+        except Exception as error:  # A border, as in `decode`.
+            raise RequestError(
+                f"{field.name} is not what {type(call).__name__} takes: {error}"[:500], param=field.name
+            ) from None
 
 
 def encode_reply(call_class: type[Call[R]], value: R) -> bytes:

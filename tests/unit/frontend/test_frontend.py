@@ -1,7 +1,7 @@
 """`Frontend`: routing by slot, one request's fault is its own, and the death of the engine reaches everyone once."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -23,6 +23,7 @@ from trioengine.testing.fake_tokenizer import FakeTokenizer
 from trioengine.types.codec import decode, encode, encode_reply, error_to_data
 from trioengine.types.messages import (
     AbortRequests,
+    AddLoRA,
     Call,
     CheckIntegrity,
     CoreLoad,
@@ -31,7 +32,9 @@ from trioengine.types.messages import (
     LogprobColumns,
     ModelFacts,
     Reply,
+    Sleep,
     StepOutput,
+    WakeUp,
     pack_int32,
     unpack_int32,
 )
@@ -336,6 +339,24 @@ def receive_reply(front: Front, reply: Reply) -> None:
     decoded = decode(encode(reply))
     assert isinstance(decoded, Reply)
     assert list(front.frontend.receive(0, decoded)) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (Sleep(cast(Any, "deep")), "level"),
+        (Sleep(1, cast(Any, "gently")), "mode"),
+        (WakeUp(cast(Any, (1,))), "tags"),
+        (AddLoRA("name", cast(Any, None)), "path"),
+        (cast(Any, GetLoad), None),
+        (cast(Any, "GetLoad"), None),
+    ],
+)
+def test_a_call_that_no_core_could_read_is_refused(front: Front, call: Call[Any], param: str | None) -> None:
+    """The core would ignore it, and the caller would wait for ever."""
+    with pytest.raises(RequestError) as caught:
+        ask(front, call)
+    assert caught.value.param == param
 
 
 def test_replies_reach_their_calls_in_any_order(front: Front) -> None:
