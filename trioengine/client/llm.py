@@ -218,6 +218,8 @@ class LLM:
             facts = self.llm_engine.model_config.pooling
             pooling_params = PoolingParams() if facts is None else PoolingParams(task=facts.tasks[0])
         params = _for_each("pooling_params", pooling_params, len(all_prompts))
+        if not all(isinstance(each, PoolingParams) for each in params):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("pooling_params must be PoolingParams.", param="pooling_params")
         if pooling_task is not None:
             params = [attrs.evolve(each, task=pooling_task) for each in params]
         loras = _for_each("lora_request", lora_request, len(all_prompts))

@@ -149,6 +149,11 @@ def _encode_prompt(value: "EncodePrompt | str | list[int] | tuple[int, ...]") ->
     return value if isinstance(value, TextPairPrompt) else prompt_of(value)
 
 
+def _is_pooling(_: object, __: object, pooling: object) -> None:
+    if not isinstance(pooling, PoolingParams):
+        raise RequestError("pooling must be a PoolingParams.", param="pooling")
+
+
 @attrs.frozen
 class EncodeRequest:
     """A request for vectors. Travels whole, as `GenerateRequest` does.
@@ -157,7 +162,7 @@ class EncodeRequest:
     """
 
     prompt: EncodePrompt = attrs.field(converter=_encode_prompt)
-    pooling: PoolingParams = attrs.field(factory=PoolingParams)
+    pooling: PoolingParams = attrs.field(factory=PoolingParams, validator=_is_pooling)
     request_id: str | None = None
     """The caller's name for it, in logs and outputs; need not be unique. None draws one."""
     priority: int = 0

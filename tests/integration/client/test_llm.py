@@ -224,6 +224,7 @@ def test_nothing_is_run_of_a_call_with_a_wrong_request(llm: LLM) -> None:
         (lambda: llm.collective_rpc(cast(Any, len)), RequestError),
         (lambda: llm.generate("abc", SHORT, lora_request=LoRARequest("x", 1, "")), TrioEngineError),
         (lambda: llm.embed("abc"), RequestError),
+        (lambda: llm.embed("abc", pooling_params=cast(Any, {"dimensions": 3})), RequestError),
         (lambda: llm.score("a", ["b", "c"]), RequestError),
         (lambda: llm.score(["a", "b"], ["c"]), RequestError),
         (lambda: llm.generate("abc", cast(Any, 7)), RequestError),

@@ -82,6 +82,7 @@ NO_PROMPTS: list[tuple[Callable[[Any], object], str, list[Any]]] = [
     (ChatPrompt, "messages", [None, 5, "hello", {"role": "user"}]),
     (ChatPrompt, "messages[1]", [[{"role": "user", "content": "a"}, 5]]),
     (lambda value: ChatPrompt((), chat_template=value), "chat_template", [5, b"x"]),
+    (lambda value: EncodeRequest("x", value), "pooling", [None, {"task": "embed"}]),
 ]
 
 
