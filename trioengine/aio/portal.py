@@ -65,7 +65,12 @@ class Portal(Generic[T]):
         """Start something in a Trio task. Does not wait. Calling the result cancels it.
 
         `settle` is called once with its value or its error, in the asyncio loop's thread.
+
+        Raises:
+            RuntimeError: in another loop, which nobody would tell.
         """
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("The engine was opened in another event loop, and is for the tasks of that one.")
         scope = trio.CancelScope()
         job = _Job(work, scope, lambda value, error: self.tell(settle, value, error))
         if not self.post(self._accept, job):
