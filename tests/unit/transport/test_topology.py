@@ -1,5 +1,6 @@
 """Front end's ROUTER and core's DEALER over real sockets: strangers, peers that vanish, many engines, no leaks."""
 
+import contextlib
 import os
 import random
 import socket as plain_socket
@@ -117,13 +118,16 @@ async def test_a_strangers_dealer_is_a_stranger(router: BoundRouter, core: Block
         with trio.fail_after(TIMEOUT_S):
             await assert_works(router, core)
             stranger.connect(router.endpoint.address)
-            stranger.send_multipart([b"\x00" * 10, b"garbage"])
             if router.endpoint.curve is None:
+                stranger.send_multipart([b"\x00" * 10, b"garbage"])
                 identity, *rest = await router.socket.receive()
                 assert rest == [b"\x00" * 10, b"garbage"]
                 assert core_rank(identity) is None
             else:
                 for _ in range(20):
+                    # Without waiting: ZeroMQ may have given the connection up, and nobody would ever take the message.
+                    with contextlib.suppress(zmq.Again):
+                        stranger.send_multipart([b"\x00" * 10, b"garbage"], flags=zmq.NOBLOCK)
                     await assert_works(router, core)
                     assert not stranger.poll(0)
             await assert_works(router, core)
@@ -302,7 +306,7 @@ def test_an_address_that_cannot_be_bound_is_an_error_that_leaves_nothing() -> No
         bind_router(Endpoint("ipc:///nonexistent/directory/zmq"))
     with pytest.raises(zmq.ZMQError):
         connect_dealer(Endpoint("no address"), 0)
-    assert thread_ids() == threads
+    assert thread_ids() <= threads
 
 
 @pytest.mark.parametrize("rank", [0, 1, 255, 2**32 - 1])
