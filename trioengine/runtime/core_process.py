@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 TICK_INTERVAL_S = 0.2
 LAST_WORDS_TIMEOUT_S = 2.0
 
+_REFUSED = "The engine has refused the connection. Are the address and the key file those of the engine?"
+
 ReportProgress: TypeAlias = Callable[[str, float], None]
 
 
@@ -97,9 +99,11 @@ def _run(build: BuildCore, launch: CoreLaunch, sockets: Sequence[BlockingSocket]
         tune_garbage_collector()
         for socket in sockets:
             _send_surely(socket, built.ready)
-        run_step_loop(built.core, sockets, page, built.waker)
-        if owner.is_peer_gone:  # The thread that watches for that may come too late.
+        if not run_step_loop(built.core, sockets, page, built.waker):
+            logger.error("%s", _REFUSED if owner.is_refused else "The engine is gone.")
+            # The thread that watches for that may come too late.
             _remove(launch.endpoints)
+            return 1
     except Exception as error:  # The border of the process, as above.
         message = f"The engine core died: {type(error).__name__}: {error}"
         logger.exception("The engine core died.")

@@ -74,8 +74,10 @@ class Mailbox:
         return True
 
 
-def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPage, waker: Waker | None = None) -> None:
-    """Serve until the first front end, which owns the core, says `Stop` or is gone. An exception is the core's death.
+def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPage, waker: Waker | None = None) -> bool:
+    """Serve until the first front end, which owns the core, says `Stop` or is gone; whether it said so.
+
+    An exception is the core's death.
 
     Front ends are numbered as in `sockets`. When another is gone, its socket is closed and its requests are dropped.
 
@@ -92,10 +94,10 @@ def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPag
             is_gone = mailbox.socket.is_peer_gone
             messages = mailbox.socket.drain()
             if _handle(core, mailbox, messages):
-                return
+                return True
             if is_gone and not messages:
                 if mailbox.client == OWNER:
-                    return
+                    return False
                 logger.info("Front end %d is gone; its requests are dropped.", mailbox.client)
                 mailboxes.remove(mailbox)
                 mailbox.socket.close()

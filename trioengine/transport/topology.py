@@ -107,8 +107,9 @@ def connect_dealer(endpoint: Endpoint, rank: int) -> BlockingSocket:
             socket.set(zmq.CURVE_SERVERKEY, endpoint.curve.public_key.encode("ascii"))
             socket.set(zmq.CURVE_PUBLICKEY, public_key)
             socket.set(zmq.CURVE_SECRETKEY, secret_key)
+        core = BlockingSocket(socket, owned_context=context)
         socket.connect(endpoint.address)
-        return BlockingSocket(socket, owned_context=context)
+        return core
     except BaseException:
         context.destroy(linger=0)
         raise

@@ -4,25 +4,44 @@ Knows no event loop, and nothing of what the messages mean.
 """
 
 import contextlib
+import enum
 import math
 import socket
+import time
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from trioengine.transport import frames
-from trioengine.transport.frames import EVENTS, POLLOUT
+from trioengine.transport.frames import EVENTS, POLLIN, POLLOUT
 from trioengine.transport.interface import MAX_READY_MESSAGES
+
+
+class _Peer(enum.Enum):
+    AWAITED = enum.auto()
+    CONNECTED = enum.auto()
+    REFUSING = enum.auto()
+    LOST = enum.auto()
 
 
 class BlockingSocket:
     """A DEALER towards one front end. Not for use from two threads at once."""
 
     def __init__(self, zmq_socket: zmq.Socket[bytes], *, owned_context: zmq.Context[zmq.Socket[bytes]] | None = None):
-        """Take over `zmq_socket`, and `owned_context` (which must hold no other socket) if one is given."""
+        """Take over `zmq_socket`, not yet connected, and `owned_context` (which must hold no other socket) if given."""
         self._socket = zmq_socket
-        self._monitor: zmq.Socket[bytes] = zmq_socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._owned_context = owned_context
+        self._peer = _Peer.AWAITED
+        address = f"inproc://monitor-{zmq_socket.get(zmq.FD)}"
+        zmq_socket.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq_socket.context)  # pyright: ignore[reportUnknownMemberType]
+        self._monitor = context.socket(zmq.PAIR)
+        # Without a bound, as ZeroMQ's thread blocks, and `close` with it, when what it tells finds no room. It is read
+        # late: a core that loads may be refused some times a second, for minutes.
+        self._monitor.set(zmq.RCVHWM, 0)
+        self._monitor.connect(address)
 
     @property
     def zmq_socket(self) -> zmq.Socket[bytes]:
@@ -31,13 +50,29 @@ class BlockingSocket:
 
     @property
     def monitor(self) -> zmq.Socket[bytes]:
-        """Readable when `is_peer_gone`, for `poll`."""
+        """Readable when `is_peer_gone` is to be asked again, for `poll`."""
         return self._monitor
 
     @property
     def is_peer_gone(self) -> bool:
-        """Whether the connection to the front end was lost, or closed there. What has come before can be drained."""
-        return bool(int(self._monitor.get(EVENTS)) & zmq.POLLIN)
+        """Whether the connection to the front end was lost, or closed there. What has come before can be drained.
+
+        A front end that refuses us is gone too, as long as it does.
+        """
+        while int(self._monitor.get(EVENTS)) & POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if self._peer is _Peer.LOST:
+                continue
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._peer = _Peer.CONNECTED
+            else:
+                self._peer = _Peer.LOST if self._peer is _Peer.CONNECTED else _Peer.REFUSING
+        return self._peer in (_Peer.LOST, _Peer.REFUSING)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether `is_peer_gone` says so of one that never took the connection: the keys differ, or it is no engine."""
+        return self.is_peer_gone and self._peer is _Peer.REFUSING
 
     def drain(self, max_messages: int = MAX_READY_MESSAGES) -> list[list[bytes]]:
         """All messages that are here now, at most `max_messages`, the oldest first; an empty list for none."""
@@ -146,7 +181,7 @@ def poll(
         timeout_s: None waits for ever, 0 only looks.
     """
     poller = zmq.Poller()
-    flags: dict[BlockingSocket, int] = dict.fromkeys(inboxes, int(zmq.POLLIN))
+    flags: dict[BlockingSocket, int] = dict.fromkeys(inboxes, POLLIN)
     for each in full:
         flags[each] = flags.get(each, 0) | POLLOUT
     for each, wanted in flags.items():
@@ -154,7 +189,16 @@ def poll(
         poller.register(each.monitor, zmq.POLLIN)
     if waker is not None:
         poller.register(waker, zmq.POLLIN)
-    events = dict(poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
-    if waker is not None and waker.fileno() in events:
-        waker.clear()
-    return bool(events)
+    monitors = {each.monitor for each in flags}
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        is_any_gone = any(each.is_peer_gone for each in flags)
+        left_s = 0.0 if is_any_gone else max(0.0, end_s - time.monotonic())
+        events = dict(poller.poll(None if left_s == math.inf else math.ceil(left_s * 1000)))
+        if waker is not None and waker.fileno() in events:
+            waker.clear()
+        if is_any_gone or events.keys() - monitors:
+            return True
+        if not events:
+            return False
+        # A monitor alone may have told of a connection that was made.

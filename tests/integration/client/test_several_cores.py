@@ -25,6 +25,7 @@ from trioengine.testing.fake_core import MODULE
 from trioengine.testing.fake_executor import generate_alone
 from trioengine.testing.fake_tokenizer import write_fake_model
 from trioengine.transport import address
+from trioengine.transport.topology import bind_blocking_router
 from trioengine.types.messages import CheckIntegrity, CoreLoad, GetLoad
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.request import GenerateRequest
@@ -410,7 +411,7 @@ def start_remote_core(port: int, key_file: Path, *, rank: int) -> "subprocess.Po
     )
     arguments = ["core", str(key_file.parent / "model"), "--connect", f"tcp://127.0.0.1:{port}"]
     arguments += ["--key-file", str(key_file), "--data-parallel-rank", str(rank)]
-    return subprocess.Popen([sys.executable, "-P", "-c", code, *arguments])
+    return subprocess.Popen([sys.executable, "-P", "-c", code, *arguments], stderr=subprocess.PIPE)
 
 
 async def test_cores_elsewhere_connect_with_the_keys_and_end_with_the_engine(tmp_path: Path) -> None:
@@ -437,7 +438,24 @@ async def test_cores_elsewhere_connect_with_the_keys_and_end_with_the_engine(tmp
             assert await trio.to_thread.run_sync(remote.wait) == 0
     finally:
         remote.kill()
-        remote.wait()
+        remote.communicate()
+
+
+def test_a_core_elsewhere_with_another_key_says_so_and_fails(tmp_path: Path) -> None:
+    write_fake_model(tmp_path / "model")
+    keys = address.read_or_make_keys(str(tmp_path / "engine's keys"))
+    address.read_or_make_keys(str(tmp_path / "other keys"))
+    router, endpoint = bind_blocking_router(address.create_network_endpoint(f"tcp://127.0.0.1:{free_port()}", keys))
+    remote = start_remote_core(int(endpoint.address.rpartition(":")[2]), tmp_path / "other keys", rank=0)
+    try:
+        _, log = remote.communicate(timeout=TIMEOUT_S)
+    finally:
+        remote.kill()
+        remote.communicate()
+        router.close()
+    assert remote.returncode == 1
+    assert b"refused" in log
+    assert b"key file" in log
 
 
 async def test_a_core_elsewhere_that_vanishes_is_the_death_of_the_engine(
@@ -465,7 +483,7 @@ async def test_a_core_elsewhere_that_vanishes_is_the_death_of_the_engine(
                     _ = [output async for output in stream]
     finally:
         remote.kill()
-        remote.wait()
+        remote.communicate()
 
 
 def test_a_key_file_is_made_once_and_must_be_one(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class Loop:
     def run(self, *events: Any) -> None:
         """Each event is a list of messages that arrive, or room to send; then it is told to stop."""
         self.events.extend([*events, [Stop()]])
-        run_step_loop(self.core, [self.socket], self.page)  # type: ignore[list-item, arg-type]
+        assert run_step_loop(self.core, [self.socket], self.page)  # type: ignore[list-item, arg-type]
         assert not self.events
 
 
@@ -257,7 +257,7 @@ def test_an_abort_is_answered_without_a_step(loop: Loop) -> None:
 
 def test_when_the_owner_is_gone_it_ends(loop: Loop) -> None:
     loop.events.extend([[], GONE])
-    run_step_loop(loop.core, [loop.socket], loop.page)  # type: ignore[list-item, arg-type]
+    assert not run_step_loop(loop.core, [loop.socket], loop.page)  # type: ignore[list-item, arg-type]
     assert not loop.events
 
 

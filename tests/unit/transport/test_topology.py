@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 
+import attrs
 import pytest
 import trio
 import zmq
@@ -248,6 +249,69 @@ async def test_a_core_hears_that_its_front_end_is_gone_and_all_that_it_said(tran
         assert poll([core], timeout_s=TIMEOUT_S)
         assert core.drain() == [[b"last"]]
         assert poll([core], timeout_s=TIMEOUT_S)
+        core.close()
+
+
+async def test_a_core_with_another_key_is_told_that_it_is_refused_and_its_wait_ends() -> None:
+    with make_endpoint("tcp") as endpoint, make_endpoint("tcp") as other:
+        router = bind_router(endpoint)
+        stranger = connect_dealer(attrs.evolve(router.endpoint, curve=other.curve).for_core(), 0)
+        with trio.fail_after(TIMEOUT_S):
+            while not poll([stranger], timeout_s=0):  # noqa: ASYNC110 (it has no event)
+                await trio.sleep(0.001)
+            assert (stranger.is_peer_gone, stranger.is_refused) == (True, True)
+            assert poll([stranger], timeout_s=TIMEOUT_S)
+            core = connect_dealer(router.endpoint.for_core(), 0)
+            await assert_works(router, core)
+            assert (core.is_peer_gone, core.is_refused) == (False, False)
+            router.socket.close()
+            while not core.is_peer_gone:  # noqa: ASYNC110
+                await trio.sleep(0.001)
+            assert not core.is_refused
+        core.close()
+        stranger.close()
+
+
+async def test_a_core_that_is_refused_at_first_is_taken_later() -> None:
+    """Something that forwards a port takes connections for an engine that is not there yet, and ends them."""
+    with plain_socket.create_server(("127.0.0.1", 0)) as forwarder:
+        host, port = forwarder.getsockname()
+        with make_endpoint("tcp") as endpoint:
+            endpoint = attrs.evolve(endpoint, address=f"tcp://{host}:{port}")
+            core = connect_dealer(endpoint.for_core(), 0)
+            with trio.fail_after(TIMEOUT_S):
+                while not core.is_refused:
+                    taken, _ = await trio.to_thread.run_sync(forwarder.accept)
+                    taken.close()
+                    await trio.sleep(0.001)
+                forwarder.close()
+                router = bind_router(endpoint)
+                await assert_works(router, core)
+            assert not core.is_peer_gone
+            assert not poll([core], timeout_s=0)
+            core.close()
+            router.socket.close()
+
+
+@pytest.mark.slow
+def test_a_core_that_nobody_asks_is_refused_for_ever_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a core loads it reads no news; 2,000 of them once were all that ZeroMQ's thread found room for."""
+    make_socket = zmq.Context[zmq.Socket[bytes]].socket
+
+    def impatient(context: zmq.Context[zmq.Socket[bytes]], socket_type: int) -> zmq.Socket[bytes]:
+        socket = make_socket(context, socket_type)
+        socket.set(zmq.RECONNECT_IVL, 1)
+        return socket
+
+    monkeypatch.setattr(zmq.Context, "socket", impatient)
+    with plain_socket.create_server(("127.0.0.1", 0)) as forwarder, make_endpoint("tcp") as endpoint:
+        forwarder.settimeout(TIMEOUT_S)
+        host, port = forwarder.getsockname()
+        core = connect_dealer(attrs.evolve(endpoint, address=f"tcp://{host}:{port}").for_core(), 0)
+        for _ in range(2100):
+            taken, _ = forwarder.accept()
+            taken.close()
+        assert core.is_refused
         core.close()
 
 

@@ -18,23 +18,27 @@ class Links:
     """Makes cores with queues of one message, and holds all sockets until the test has ended."""
 
     context: zmq.Context[zmq.Socket[bytes]] = attrs.field(factory=zmq.Context)
-    sockets: list[zmq.Socket[bytes]] = attrs.field(factory=list[zmq.Socket[bytes]])
+    front_ends: list[zmq.Socket[bytes]] = attrs.field(factory=list[zmq.Socket[bytes]])
+    cores: list[BlockingSocket] = attrs.field(factory=list[BlockingSocket])
 
     def connect(self, name: str = "link") -> tuple[BlockingSocket, zmq.Socket[bytes]]:
         """A core, and its front end's raw socket."""
         front_end, core = self.context.socket(zmq.DEALER), self.context.socket(zmq.DEALER)
-        self.sockets.extend((front_end, core))
+        self.front_ends.append(front_end)
+        self.cores.append(BlockingSocket(core))
         front_end.set(zmq.RCVHWM, 1)
         core.set(zmq.SNDHWM, 1)
         front_end.bind(f"inproc://{name}")
         core.connect(f"inproc://{name}")
-        return BlockingSocket(core), front_end
+        return self.cores[-1], front_end
 
 
 @pytest.fixture
 def links() -> Iterator[Links]:
     links = Links()
     yield links
+    for core in links.cores:
+        core.close()
     links.context.destroy(linger=0)
 
 
