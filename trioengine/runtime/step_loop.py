@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from trioengine.errors import CodecError
+from trioengine.errors import CodecError, EngineGenerateError
 from trioengine.runtime.status_page import StatusPage
+from trioengine.transport.topology import MAX_MESSAGE_BYTES
 from trioengine.transport.zmq_blocking import BlockingSocket, Waker, poll
-from trioengine.types.codec import decode, encode
+from trioengine.types.codec import decode, encode, error_to_data
 from trioengine.types.messages import (
     AbortRequests,
     CallRequest,
@@ -111,10 +112,10 @@ def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPag
             if mailbox.flush():
                 output = core.take_output(mailbox.client)
                 if output is not None:
-                    mailbox.add(encode(output))
+                    mailbox.add(_encode(output))
                 # They say that something has ended, so they come behind the output from before.
                 for reply in core.take_replies(mailbox.client):
-                    mailbox.add(encode(reply))
+                    mailbox.add(_encode(reply))
                 mailbox.flush()
 
 
@@ -132,7 +133,18 @@ def _handle(core: Core, mailbox: Mailbox, messages: Iterable[Sequence[bytes]]) -
             case EngineCoreRequest() | EncodeCoreRequest() | AbortRequests() | CallRequest() | StartWave():
                 reply = core.handle(mailbox.client, message)
                 if reply is not None:
-                    mailbox.add(encode(reply))
+                    mailbox.add(_encode(reply))
             case _:
                 logger.warning("Ignored a %s of front end %d.", type(message).__name__, mailbox.client)
     return False
+
+
+def _encode(message: StepOutput | Reply) -> bytes:
+    """The bytes of a message. A reply that the front end would not take, and end the connection, becomes an error."""
+    data = encode(message)
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data
+    error = EngineGenerateError(f"The answer has {len(data)} bytes, of which a message takes {MAX_MESSAGE_BYTES}.")
+    if isinstance(message, StepOutput):
+        raise error
+    return encode(Reply(message.call_id, error=error_to_data(error)))

@@ -11,8 +11,11 @@ from trioengine.transport.interface import CORE_SEND_HIGH_WATER_MARK
 from trioengine.transport.zmq_blocking import BlockingRouter, BlockingSocket
 from trioengine.transport.zmq_trio import TrioSocket
 
-MAX_MESSAGE_BYTES = 256 * 2**20
-"""A peer that announces a larger message to a front end is disconnected before memory is taken for it."""
+MAX_MESSAGE_BYTES = 2**32
+"""A peer that announces a larger message to a front end is disconnected before memory is taken for it.
+
+A step's log probabilities of a long prompt, of the whole vocabulary, are some 3 GB.
+"""
 
 FRONT_END_RECEIVE_HIGH_WATER_MARK = 8
 """Messages of one core that wait in the front end. Further ones wait in the core, where they can be merged."""

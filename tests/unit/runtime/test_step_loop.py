@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from trioengine.core.outbox import Outbox
+from trioengine.errors import EngineGenerateError
 from trioengine.runtime import step_loop
 from trioengine.runtime.step_loop import Mailbox, run_step_loop
 from trioengine.transport.zmq_blocking import Waker
@@ -290,6 +291,24 @@ def test_the_wait_ends_when_the_core_says_so(loop: Loop) -> None:
     loop.core.timeout_s = 2.5
     loop.run([])
     assert loop.timeouts_s == [2.5, 2.5]
+
+
+def test_a_reply_too_large_for_a_message_is_an_error_of_its_call(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front end would end the connection, and with it the engine."""
+    monkeypatch.setattr(step_loop, "MAX_MESSAGE_BYTES", 10)
+    loop.run([CallRequest(7, GetLoad())])
+    (reply,) = map(decode, loop.socket.sent)
+    assert isinstance(reply, Reply)
+    assert (reply.call_id, reply.value) == (7, b"")
+    assert reply.error is not None
+    assert reply.error.name == "EngineGenerateError"
+    assert "of which a message takes 10" in str(reply.error.fields)
+
+
+def test_an_output_too_large_for_a_message_is_the_cores_death(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loop, "MAX_MESSAGE_BYTES", 10)
+    with pytest.raises(EngineGenerateError, match="a message takes 10"):
+        loop.run([add()])
 
 
 def test_garbage_is_ignored(loop: Loop) -> None:
