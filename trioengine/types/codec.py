@@ -7,6 +7,7 @@ and the bodies of HTTP requests alike.
 
 import enum
 import math
+import traceback
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, TypeAlias, TypeVar, cast, get_args, get_origin
@@ -101,7 +102,7 @@ def decode(data: bytes | memoryview) -> ToCore | FromCore:
         tag, fields = unpack(data)
         return _wire.structure(fields, MESSAGES[_tag(tag)])
     except Exception as error:  # A border: whatever a stranger sends becomes one kind of error.
-        raise CodecError(f"Not a message of this protocol: {error!r}"[:500]) from error
+        raise _codec_error("Not a message of this protocol", error) from error
 
 
 def check_call(call: Call[object]) -> None:
@@ -135,7 +136,13 @@ def decode_reply(call_class: type[Call[R]], data: bytes) -> R:
     try:
         return _wire.structure(unpack(data), reply_type(call_class))
     except Exception as error:  # A border, as in `decode`.
-        raise CodecError(f"Not a reply to {call_class.__name__}: {error!r}"[:500]) from error
+        raise _codec_error(f"Not a reply to {call_class.__name__}", error) from error
+
+
+def _codec_error(what: str, error: Exception) -> CodecError:
+    # Neither repr nor str is safe: msgpack's errors hold what was unpacked, perhaps nested too deeply to be shown, and
+    # cattrs' fail for keys that are no texts.
+    return CodecError(f"{what}: {traceback.format_exception_only(error)[0].strip()}"[:500])
 
 
 def reply_type(call_class: type[Call[R]]) -> type[R]:

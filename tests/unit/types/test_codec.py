@@ -229,6 +229,14 @@ def test_tags_are_small_integers_and_nothing_else(tag: object) -> None:
         decode(pack([2, {"call_id": 0, "call": [tag, {}]}]))
 
 
+def test_errors_that_cannot_be_shown_are_codec_errors() -> None:
+    """msgpack's has what it unpacked, too deep for repr; cattrs' joins the names of fields, which are no texts here."""
+    with pytest.raises(CodecError, match="extra data"):
+        decode(b"\x91" * 1000 + b"\xc0" * 2)
+    with pytest.raises(CodecError, match="ForbiddenExtraKeysError"):
+        decode(pack([MESSAGES.index(Stop), {1: 1, "more": 1}]))
+
+
 def test_unknown_and_missing_fields_are_refused() -> None:
     with pytest.raises(CodecError):
         decode(pack([MESSAGES.index(Stop), {"more": 1}]))
