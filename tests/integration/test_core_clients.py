@@ -141,7 +141,7 @@ async def test_a_core_ends_with_its_owner(clients: Clients) -> None:
     """Which may have had no time to say so."""
     clients.owner.router.socket.close()
     await clients.core.wait()
-    assert "exited with status 0" in clients.core.exit_error().message
+    assert "exited with status 1" in clients.core.exit_error().message
 
 
 async def test_every_client_hears_of_the_cores_death_and_its_traceback(clients: Clients) -> None:
