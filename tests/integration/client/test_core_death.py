@@ -113,7 +113,9 @@ async def test_a_killed_core_is_the_death_of_everything_that_waits_and_nothing_e
             async with engine.generate(GenerateRequest("abc", ENDLESS)) as stream:
                 await dead.wait()
                 output = await anext(stream)
-                assert output.outputs[0].text.startswith("abc")
+                text = output.outputs[0].text
+                assert text
+                assert text == ("abc" * len(text))[: len(text)]
                 assert not output.finished
                 await anext(stream)
         except EngineDeadError:
@@ -134,7 +136,6 @@ async def test_a_killed_core_is_the_death_of_everything_that_waits_and_nothing_e
                 nursery.start_soon(read, engine, each)
             for each in started:
                 await each.wait()
-            await trio.sleep(0.02)
             signal_core(engine, signal.SIGSTOP)
             nursery.start_soon(call, engine)
             await trio.testing.wait_all_tasks_blocked(0.01)
