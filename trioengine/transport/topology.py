@@ -25,7 +25,9 @@ TCP_BUFFER_BYTES = 64 * 2**10
 
 KEEPALIVE_INTERVAL_S = 5
 KEEPALIVE_MAX_MISSED = 3
-"""A TCP peer whose machine has gone is given up after 20 s. The kernel asks, not ZeroMQ: see `_set_common_options`."""
+"""A TCP peer whose machine has gone is given up after 20 s, or, with data on the way to it, when the kernel gives up
+sending (some 15 minutes: TCP_USER_TIMEOUT would give up those who only do not read, too). The kernel asks, not ZeroMQ:
+see `_set_common_options`."""
 
 _IDENTITY_PREFIX = b"\x01"  # identities that begin with a zero byte are ZeroMQ's own
 
