@@ -56,13 +56,14 @@ def main(build: BuildCore) -> int:
     """Run a core process made by `build`; its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it tells this process what to do.
     logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s core: %(message)s")
-    launch_fd = int(sys.argv[1])
+    launch_fd, parent_pid = int(sys.argv[1]), os.getppid()
     try:
         launch = read_launch(launch_fd)
     except EOFError:
         return 1
     page = StatusPage(launch.page_fd)
-    threading.Thread(target=_watch, args=(launch_fd, page, launch.endpoints), name="watch", daemon=True).start()
+    watched = (launch_fd, parent_pid, page, launch.endpoints)
+    threading.Thread(target=_watch, args=watched, name="watch", daemon=True).start()
     return run_core(build, launch, page)
 
 
@@ -129,12 +130,13 @@ def _say_last_words(sockets: Sequence[BlockingSocket], error: TrioEngineError) -
         socket.close(linger_s=LAST_WORDS_TIMEOUT_S)
 
 
-def _watch(launch_fd: int, page: StatusPage, endpoints: Sequence[Endpoint]) -> None:
+def _watch(launch_fd: int, parent_pid: int, page: StatusPage, endpoints: Sequence[Endpoint]) -> None:
     """Tick until the parent is gone, then end the process, whatever its other threads do."""
     poller = select.poll()
     poller.register(launch_fd, select.POLLIN | select.POLLHUP)
     page.tick()
-    while not poller.poll(TICK_INTERVAL_S * 1000):
+    # A process that the parent has forked may keep the pipe open, and the connection, too.
+    while not poller.poll(TICK_INTERVAL_S * 1000) and os.getppid() == parent_pid:
         page.tick()
     # The parent writes nothing after the launch, so this is the end of the pipe.
     _remove(endpoints)

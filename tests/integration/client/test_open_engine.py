@@ -322,11 +322,15 @@ async def test_a_script_needs_no_main_guard(model: str, tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-async def test_the_core_of_a_killed_process_ends(model: str, tmp_path: Path) -> None:
-    """Case 12 (vllm 55510): kill -9 of the parent, also while a step hangs."""
+@pytest.mark.parametrize("with_a_fork", [False, True])
+async def test_the_core_of_a_killed_process_ends(model: str, tmp_path: Path, with_a_fork: bool) -> None:
+    """Case 12 (vllm 55510): kill -9 of the parent, also while a step hangs; a fork of it may live on, and all its
+    descriptors."""
     process = run_script(
         tmp_path / "script.py",
         f"""
+        import os
+        import time
         import trio
         from trioengine.client import open_engine
         from trioengine.config import EngineConfig
@@ -337,20 +341,28 @@ async def test_the_core_of_a_killed_process_ends(model: str, tmp_path: Path) -> 
             async with open_engine(config, core_module={CORE_MODULE!r}, core_options={{"hang_token": "33"}}) as engine:
                 async with engine.generate(GenerateRequest("abc!")) as stream:
                     await anext(stream)
-                    print(engine._link._cores[0].pid, flush=True)
+                    fork = os.fork() if {with_a_fork} else os.getpid()
+                    if fork == 0:
+                        time.sleep(60)
+                        os._exit(0)
+                    print(engine._link._cores[0].pid, fork, flush=True)
                     await trio.sleep_forever()
 
         trio.run(main)
         """,
     )
     assert process.stdout is not None
-    core = psutil.Process(int(await trio.to_thread.run_sync(process.stdout.readline)))
+    pids = (await trio.to_thread.run_sync(process.stdout.readline)).split()
+    core, fork = (psutil.Process(int(pid)) for pid in pids)
     assert core.is_running()
     process.kill()
-    with trio.fail_after(5):
-        while core.is_running() and core.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 (no child of ours)
-            await trio.sleep(0.05)
-    process.communicate()
+    try:
+        with trio.fail_after(5):
+            while core.is_running() and core.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 (no child of ours)
+                await trio.sleep(0.05)
+    finally:
+        fork.kill()
+        process.communicate()
 
 
 async def test_cancelling_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
