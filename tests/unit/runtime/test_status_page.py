@@ -1,6 +1,8 @@
 """The shared page: what the parent concludes from a few numbers."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -70,6 +72,27 @@ def test_what_one_process_writes_another_reads(page: StatusPage, clock: Clock) -
     core.tick()
     assert page.trouble(step_timeout_s=1.0) is None
     core.close()
+
+
+def test_what_is_written_is_never_seen_half() -> None:
+    """A look at a number that is just written, which has cleared it first, was a core without life since the boot."""
+    page = StatusPage.create()
+    code = """if True:
+        import sys
+        from trioengine.runtime.status_page import StatusPage
+        page = StatusPage(int(sys.argv[1]))
+        print(flush=True)
+        while True:
+            page.tick()
+    """
+    command = [sys.executable, "-P", "-c", code, str(page.fd)]
+    with subprocess.Popen(command, pass_fds=(page.fd,), stdout=subprocess.PIPE) as core:
+        assert core.stdout is not None
+        assert core.stdout.readline() == b"\n"
+        troubles = {page.trouble(step_timeout_s=1.0) for _ in range(300_000)}
+        core.kill()
+    page.close()
+    assert troubles == {None}
 
 
 def test_closing_gives_memory_and_descriptor_back() -> None:
