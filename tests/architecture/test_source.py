@@ -23,6 +23,7 @@ ASYNCIO_HOMES = {
 THREAD_HOMES = {
     "kernels/trioengine_kernels/native/library.py": "a lock: two threads may pack weights",
     "trioengine/aio/portal.py": "the thread of the Trio run beside an asyncio loop",
+    "trioengine/client/interrupts.py": "a lock: threads that share a blocking engine take turns",
     "trioengine/core/background.py": "adapters are read, and new weights made, beside a core's blocking loop",
     "trioengine/core/structured/compiler.py": "grammars are compiled beside a core's blocking loop",
     "trioengine/observability/tracing.py": "OpenTelemetry's shutdown has no limit of time, so a thread waits for it",

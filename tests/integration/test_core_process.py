@@ -49,7 +49,7 @@ def test_a_core_cleans_up_for_an_owner_that_is_gone(tmp_path: Path) -> None:
     """It hears so from the socket, mostly before its watch hears it from the pipe."""
     (folder := tmp_path / "run").mkdir()
     model = str(write_fake_model(tmp_path))
-    assert run_until_ready_and(None, folder, model) == 0
+    assert run_until_ready_and(None, folder, model) == 1
     assert os.listdir(folder) == []
 
 
