@@ -1,6 +1,5 @@
 """What the documents say is true: their programs are the examples that tests run, their commands exist."""
 
-import argparse
 import ast
 import importlib
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trioengine.cli.main import COMMANDS
+from trioengine.cli.parser import CommandParser
 from trioengine.config import env
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +52,9 @@ def test_commands_in_a_page_are_understood(page: Path) -> None:
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         else:
             assert words[1] in COMMANDS
-            parser = argparse.ArgumentParser()
+            parser = CommandParser()
             importlib.import_module(f"trioengine.cli.{words[1]}").add_arguments(parser)
-            parser.parse_args(words[2:])
+            parser.parse(words[2:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

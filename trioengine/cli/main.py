@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from typing import Protocol, cast
 
 from trioengine import __version__
+from trioengine.cli.parser import CommandParser
 from trioengine.cli.streams import drop_output, open_missing_streams, say
 from trioengine.config import env
 from trioengine.errors import TrioEngineError
@@ -70,16 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
-    name = parser.parse_args(words[:1]).command
+    name = parser.parse(words[:1]).command
     try:
         if name in QUIET_COMMANDS:
             env.set_default_log_level("warning")
         logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         with _interrupts_ending_at_once():
             command = cast(Command, importlib.import_module(f"trioengine.cli.{name}"))
-        parser = argparse.ArgumentParser(prog=f"trioengine {name}", description=COMMANDS[name], allow_abbrev=False)
+        parser = CommandParser(prog=f"trioengine {name}", description=COMMANDS[name])
         command.add_arguments(parser)
-        arguments = parser.parse_args(words[1:])
+        arguments = parser.parse(words[1:])
         return command.run(arguments)
     except BaseException as error:  # The border to the shell: what we know becomes a line, the rest goes on.
         status = _exit_status(single(error))
@@ -137,10 +138,10 @@ def _interrupts_ending_at_once() -> Generator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="trioengine",
         description="LLM inference and serving on Trio.",
         epilog="\n".join(["commands:", *lines, "", "trioengine COMMAND --help tells the options of each."]),

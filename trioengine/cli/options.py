@@ -7,6 +7,7 @@ import attrs
 
 from trioengine.config import EngineConfig
 from trioengine.config.options import Option, from_dict, options_of
+from trioengine.errors import ConfigError
 
 METAVARS = {str: "TEXT", int: "N", float: "X"}
 
@@ -42,10 +43,12 @@ def engine_config_from(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's configuration, after `add_engine_options`.
 
     Raises:
-        ConfigError: a value cannot work.
+        ConfigError: a value cannot work, or MODEL is given twice.
     """
-    config = section_from(arguments, EngineConfig)
-    return config if arguments.model_argument is None else attrs.evolve(config, model=arguments.model_argument)
+    config, model = section_from(arguments, EngineConfig), arguments.model_argument
+    if None not in (model, config.model) and model != config.model:
+        raise ConfigError(f"MODEL is given twice: {model!r}, and {config.model!r} by --model.", option="model")
+    return config if model is None else attrs.evolve(config, model=model)
 
 
 def flag_of(name: str) -> str:

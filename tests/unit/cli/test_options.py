@@ -6,6 +6,7 @@ import pytest
 
 from trioengine.cli import serve
 from trioengine.cli.options import add_engine_options, add_section, engine_config_from, flag_of, section_from
+from trioengine.cli.parser import CommandParser
 from trioengine.cli.vllm_options import tell_ignored
 from trioengine.config import EngineConfig, ServerConfig
 from trioengine.config.engine import SpeculationConfig, SpeculationMethod
@@ -14,10 +15,10 @@ from trioengine.errors import ConfigError
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     add_engine_options(parser)
     add_section(parser, ServerConfig, "server")
-    return parser.parse_args(words)
+    return parser.parse(words)
 
 
 def test_nothing_given_is_every_default() -> None:
@@ -86,9 +87,9 @@ def test_a_value_that_cannot_work_is_an_error_of_its_option() -> None:
 
 
 def parse_serve(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = CommandParser(prog="trioengine serve")
     serve.add_arguments(parser)
-    return parser.parse_args(words)
+    return parser.parse(words)
 
 
 def test_a_command_of_vllms_works_and_says_what_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,10 +119,58 @@ def test_a_command_without_them_says_nothing_about_them(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-def test_other_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-modle-len", "8"], "unrecognized option --max-modle-len (did you mean --max-model-len?). "),
+        (["--max-modle-len=8"], "unrecognized option --max-modle-len (did you mean --max-model-len?). "),
+        (["some.gguf", "--nothing-like-it", "8"], "unrecognized option --nothing-like-it. "),
+        (["some.gguf", "more"], "unrecognized argument 'more'. "),
+        (["--port", "many"], "argument --port: invalid int value: 'many'. "),
+        (["--port"], "argument --port: expected one argument. "),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_says_what_was_meant(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_serve(*words)
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told == f"trioengine serve: error: {message}All options: trioengine serve --help\n"
+
+
+def test_underscores_in_names_are_hyphens() -> None:
+    words = ["--max_num_seqs=3", "--step_timeout_s", "1.5", "--served_model_name", "my_model", "--", "my_folder"]
+    config = EngineConfig(model="my_folder", served_model_name="my_model", max_num_seqs=3, step_timeout_s=1.5)
+    assert engine_config_from(parse(*words)) == config
+    template = "--a_b {{ x }}"  # A value for argparse, as it has a space.
+    assert section_from(parse("--chat_template", template), ServerConfig).chat_template == template
+
+
+@pytest.mark.parametrize("model", [["some.gguf"], ["--model", "some.gguf"]])
+def test_behind_the_model_a_list_has_one_value_after_another(model: list[str]) -> None:
+    words = "--served-model-name a b c --api-key=k l --lora-modules x=1 y=2 --port 1 --model-alias d --api-key m"
+    arguments = parse(*model, *words.split())
+    assert engine_config_from(arguments) == EngineConfig(model="some.gguf", served_model_name="a")
+    assert section_from(arguments, ServerConfig) == ServerConfig(
+        port=1, model_alias=("b", "c", "d"), api_key=("k", "l", "m"), lora_modules=("x=1", "y=2")
+    )
+
+
+def test_a_model_behind_several_values_is_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = parse("--api-key", "k", "l", "--port", "1", "some.gguf")
+    assert engine_config_from(arguments).model == "some.gguf"
+    assert section_from(arguments, ServerConfig).api_key == ("k", "l")
     with pytest.raises(SystemExit):
-        parse_serve("--revision", "main")
-    assert "--revision" in capsys.readouterr().err
+        parse("--api-key", "k", "l", "some.gguf")
+    assert "MODEL must stand before" in capsys.readouterr().err
+
+
+def test_two_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'some.gguf', and 'other.gguf' by --model"):
+        engine_config_from(parse("some.gguf", "--model", "other.gguf"))
+    assert engine_config_from(parse("some.gguf", "--model", "some.gguf")).model == "some.gguf"
 
 
 def test_no_two_sections_share_an_option() -> None:
