@@ -1,6 +1,8 @@
 """Command line options made from the configuration's sections, and back."""
 
 import argparse
+import re
+from fractions import Fraction
 from typing import TypeVar
 
 import attrs
@@ -9,6 +11,8 @@ from trioengine.config import EngineConfig
 from trioengine.config.options import Option, from_dict, options_of
 from trioengine.errors import ConfigError
 
+_WITH_UNIT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 METAVARS = {str: "TEXT", int: "N", float: "X"}
 
 Section = TypeVar("Section", bound=attrs.AttrsInstance)
@@ -56,6 +60,24 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def integer(text: str) -> int:
+    """For argparse: an integer, also as vLLM has it: 8k is 8000, 8K is 8 * 1024, 1.5k is 1500."""
+    try:
+        if (written := _WITH_UNIT.fullmatch(text)) is None:
+            return int(text)
+        number = Fraction(written[1]) * _UNITS[written[2]]
+        if number.denominator == 1:
+            return int(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text[:50]!r} is no integer, such as 8192, 8k (8000) or 8K (8192)")
+
+
+def integer_or_auto(text: str) -> int | None:
+    """For argparse: as `integer`, or the word "auto", which leaves the value open."""
+    return None if text == "auto" else integer(text)
+
+
 def positive_int(text: str) -> int:
     """For argparse: an integer of at least 1."""
     value = int(text)
@@ -74,11 +96,14 @@ def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:  # py
         choices = option.choices or None
         # A list of numbers is one argument after another, as in vLLM.
         is_run = option.is_list and option.kind is int
+        kind = option.kind
+        if kind is int:
+            kind = integer_or_auto if option.default is None else integer
         group.add_argument(
             flag,
             action="extend" if is_run else "append" if option.is_list else "store",
             nargs="+" if is_run else None,
-            type=option.kind,
+            type=kind,
             metavar=metavar,
             choices=choices,
             default=nothing,

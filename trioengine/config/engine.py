@@ -154,6 +154,11 @@ class ReasoningParser(enum.StrEnum):
     """The same, where reasoning may also be switched off."""
 
 
+def _none_for_minus_1(value: int | None) -> int | None:
+    """As vLLM has it."""
+    return None if value == -1 else value
+
+
 def _needs_offload_bytes(config: "EngineConfig", field: "attrs.Attribute[Any]", path: str | None) -> None:
     if path is not None and config.kv_offload_bytes is None:
         raise ConfigError(f"{field.name} needs kv_offload_bytes, the most that is kept there.", option=field.name)
@@ -163,6 +168,16 @@ def _is_at_least_max_loras(config: "EngineConfig", _: object, value: int | None)
     if value is not None and value < config.max_loras:
         raise ConfigError(
             f"max_cpu_loras ({value}) is less than max_loras ({config.max_loras}).", option="max_cpu_loras"
+        )
+
+
+def _is_rank_of_several(config: "EngineConfig", _: object, rank: int | None) -> None:
+    # Where the number is left out, whoever balances knows it.
+    if rank is not None and 1 < config.data_parallel_size <= rank:
+        raise ConfigError(
+            f"data_parallel_rank ({rank}) counts from 0, so it is less than data_parallel_size"
+            f" ({config.data_parallel_size}).",
+            option="data_parallel_rank",
         )
 
 
@@ -266,6 +281,7 @@ class EngineConfig:
     )
     max_model_len: int | None = attrs.field(
         default=None,
+        converter=_none_for_minus_1,
         validator=optional(integer(2)),
         metadata=documented("The most tokens of prompt and answer together. Unset is what the model was trained for."),
     )
@@ -424,7 +440,7 @@ class EngineConfig:
     )
     data_parallel_rank: int | None = attrs.field(
         default=None,
-        validator=optional(integer(0, 255)),
+        validator=[optional(integer(0, 255)), _is_rank_of_several],
         metadata=documented(
             "Start this one of the cores only, where something outside balances between engines. Unset starts all."
         ),

@@ -32,6 +32,44 @@ def test_given_values_arrive_with_their_types() -> None:
     assert section_from(arguments, ServerConfig) == ServerConfig(host="::1", strict=True)
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("8192", 8192),
+        ("8k", 8000),
+        ("1K", 1024),
+        ("1M", 2**20),
+        ("1.5K", 1536),
+        ("2m", 2_000_000),
+        ("25.6k", 25_600),
+        ("auto", None),
+    ],
+)
+def test_integers_are_written_as_people_write_them(text: str, number: int | None) -> None:
+    config = engine_config_from(parse("--max-model-len", text, "--max-num-batched-tokens", text))
+    assert config == EngineConfig(max_model_len=number, max_num_batched_tokens=number)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "k", "8q", "1.5", "0.0001k", "1.0001K", "9" * 5000 + "k", "nank", "infk", "1e99999999k", "8 k K", "automatic"],
+)
+def test_what_is_no_integer_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--max-model-len", text)
+    assert f"{text[:50]!r} is no integer" in capsys.readouterr().err
+
+
+def test_a_value_that_has_a_fixed_default_is_not_left_open(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--max-num-seqs", "auto")
+    assert "'auto' is no integer" in capsys.readouterr().err
+
+
+def test_minus_1_is_the_models_own_context_as_in_vllm() -> None:
+    assert engine_config_from(parse("--max-model-len", "-1")) == EngineConfig()
+
+
 def test_what_may_be_on_or_off_has_a_flag_for_both() -> None:
     assert not engine_config_from(parse("--no-enable-prefix-caching")).enable_prefix_caching
     assert engine_config_from(parse("--enable-prefix-caching")) == EngineConfig()
@@ -126,7 +164,7 @@ def test_a_command_without_them_says_nothing_about_them(caplog: pytest.LogCaptur
         (["--max-modle-len=8"], "unrecognized option --max-modle-len (did you mean --max-model-len?). "),
         (["some.gguf", "--nothing-like-it", "8"], "unrecognized option --nothing-like-it. "),
         (["some.gguf", "more"], "unrecognized argument 'more'. "),
-        (["--port", "many"], "argument --port: invalid int value: 'many'. "),
+        (["--port", "many"], "argument --port: 'many' is no integer, such as 8192, 8k (8000) or 8K (8192). "),
         (["--port"], "argument --port: expected one argument. "),
     ],
 )

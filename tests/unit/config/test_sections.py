@@ -116,6 +116,14 @@ def test_fewer_adapters_in_memory_than_in_slots_are_refused() -> None:
     assert EngineConfig(max_loras=4, max_cpu_loras=4).max_cpu_loras == 4
 
 
+def test_a_rank_is_one_of_the_cores_where_their_number_is_given() -> None:
+    with pytest.raises(ConfigError, match=r"data_parallel_rank \(2\).* data_parallel_size \(2\)") as caught:
+        EngineConfig(data_parallel_size=2, data_parallel_rank=2)
+    assert caught.value.option == "data_parallel_rank"
+    assert EngineConfig(data_parallel_size=2, data_parallel_rank=1).local_ranks == (1,)
+    assert EngineConfig(data_parallel_rank=5).local_ranks == (5,)
+
+
 def test_an_unknown_option_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         from_dict(EngineConfig, {"max_model_length": 3})
