@@ -91,7 +91,7 @@ async def test_200_clients_that_vanish_leave_nothing(server: ServedProcess) -> N
     assert is_idle()
 
 
-@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_an_idle_server_and_its_core(stop_signal: signal.Signals) -> None:
     with served_process() as served:
         core_pids = served.core_pids()

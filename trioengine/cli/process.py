@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import trio
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def watch_stop_signals(
@@ -14,12 +14,19 @@ async def watch_stop_signals(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Call `on_first` at the first SIGTERM or Ctrl-C and `on_second` at each later one, until cancelled."""
-    with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+    """Call `on_first` at the first SIGTERM, SIGHUP or Ctrl-C and `on_second` at each later one, until cancelled.
+
+    SIGHUP is never a second one: a terminal that is closed sends several. Below `nohup` it is nothing at all.
+    """
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with trio.open_signal_receiver(*(STOP_SIGNALS[:-1] if ignores_hangup else STOP_SIGNALS)) as signals:
         task_status.started()
         is_first = True
-        async for _ in signals:
-            (on_first if is_first else on_second)()
+        async for received in signals:
+            if is_first:
+                on_first()
+            elif received != signal.SIGHUP:
+                on_second()
             is_first = False
 
 
