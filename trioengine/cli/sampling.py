@@ -8,7 +8,7 @@ from trioengine.types.structured import StructuredOutputsParams
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the sampling options that people use at a terminal."""
+    """Give the parser the sampling options that people use at a terminal. `--seed` is the engine's."""
     group = parser.add_argument_group("sampling")
 
     def add(flag: str, kind: type[int] | type[float] | type[str], metavar: str, help_text: str) -> None:
@@ -20,7 +20,6 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--top-k", int, "N", "only this many most likely tokens")
     add("--min-p", float, "X", "only tokens at least this fraction as likely as the most likely one")
     add("--repetition-penalty", float, "X", "above 1, tokens that were there become less likely")
-    add("--seed", int, "N", "the same seed gives the same answer")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help="end before this text; repeatable"
     )

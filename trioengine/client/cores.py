@@ -181,7 +181,10 @@ async def start_cores(
                 metrics_folder = stack.enter_context(
                     TemporaryDirectory(prefix="trioengine-metrics-", ignore_cleanup_errors=True)
                 )
-            attachments = [Attachment(other, config, location, attached, metrics_folder) for other in others]
+            attachments = [
+                Attachment(other, _of_client(config, index), location, attached, metrics_folder)
+                for index, other in enumerate(others)
+            ]
 
             async def stop(link: CoreLink) -> None:
                 link.stop_cores()
@@ -238,6 +241,11 @@ async def open_link(
 
 def _make_client(_location: ModelLocation, num_cores: int) -> LinkClient:
     return LinkClient(Frontend(num_cores=num_cores, clock=trio.current_time))
+
+
+def _of_client(config: EngineConfig, index: int) -> EngineConfig:
+    """Each draws seeds of its own, or the same prompt would have the same answer from all."""
+    return config if config.seed is None else attrs.evolve(config, seed=config.seed ^ index)
 
 
 def _owners_endpoint(config: EngineConfig) -> Endpoint:

@@ -5,6 +5,7 @@ nothing in it cancels the block: when a core dies, streams and calls raise `Engi
 same for cores that another process has started (`client.cores`).
 """
 
+import random
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -59,7 +60,7 @@ class Engine(EngineClient):
         self._tokenizer = tokenizer
         self._frontend = link.client.frontend
         self._link = link
-        self._input_processor = InputProcessor(tokenizer, ready.model)
+        self._input_processor = InputProcessor(tokenizer, ready.model, random.Random(config.seed))
         self._renderer = self._input_processor.renderer
 
     @property

@@ -4,7 +4,6 @@ Calls are vLLM's: a script for `from vllm import LLM, SamplingParams` runs with 
 """
 
 import itertools
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -73,7 +72,6 @@ class LLM:
         self.llm_engine = LLMEngine(arguments.config, multiprocess=multiprocess)
         """The engine, for what is not here."""
         self._caller: CallerOptions = arguments.caller
-        self._seeds = None if self._caller.seed is None else random.Random(self._caller.seed)
         self._request_numbers = itertools.count()
 
     @property
@@ -366,13 +364,11 @@ class LLM:
         self.close()
 
     def _whole(self, params: SamplingParams) -> SamplingParams:
-        """With one output at the end, and a seed where this object has them."""
+        """With one output at the end."""
         if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RequestError("sampling_params must be SamplingParams.", param="sampling_params")
         if isinstance(params, DefaultSamplingParams):
             params = params.plain()
-        if params.seed is None and self._seeds is not None:
-            params = attrs.evolve(params, seed=self._seeds.getrandbits(63))
         return attrs.evolve(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
     def _run(

@@ -5,6 +5,7 @@ Calls of several threads take turns.
 """
 
 import os
+import random
 import time
 import weakref
 from collections import deque
@@ -129,7 +130,7 @@ class LLMEngine(BlockingOperations):
         self._finalizer = weakref.finalize(
             self, _close, os.getpid(), self._client, self._frontend, self.interrupts, self._stat_loggers
         )
-        self._input_processor = InputProcessor(self._tokenizer, self._client.ready.model)
+        self._input_processor = InputProcessor(self._tokenizer, self._client.ready.model, random.Random(config.seed))
         self._news = News()
         self._outputs: list[RequestOutput | PoolingRequestOutput] = []
         """Those that `step` has not returned yet."""

@@ -66,7 +66,7 @@ _WITHOUT = frozenset(
 )
 """Options of vLLM that change its answers and that this engine does not have: only a value that asks for nothing."""
 
-_CALLERS = frozenset({"chat_template", "generation_config", "override_generation_config", "seed"})
+_CALLERS = frozenset({"chat_template", "generation_config", "override_generation_config"})
 
 
 @attrs.frozen
@@ -97,8 +97,6 @@ class LoRARequest:
 class CallerOptions:
     """What is decided on the caller's side, for every request that leaves it open."""
 
-    seed: int | None = None
-    """Requests without a seed draw theirs from this: the same program gets the same answers. None draws anew."""
     chat_template: str | None = None
     """In place of the model's own."""
     generation_config: str = "auto"
@@ -152,7 +150,7 @@ class EngineArgs:
 
 
 def _caller_options(values: dict[str, Any]) -> CallerOptions:
-    checks = {"seed": int, "chat_template": str, "generation_config": str, "override_generation_config": Mapping}
+    checks = {"chat_template": str, "generation_config": str, "override_generation_config": Mapping}
     for name, value in values.items():
         if not isinstance(value, checks[name]) or isinstance(value, bool):
             raise ConfigError(f"{name} cannot be {str(value)[:50]!r}.", option=name)

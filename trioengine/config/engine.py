@@ -233,6 +233,14 @@ class EngineConfig:
             " exact. Unset keeps them as they are. A .gguf file has its own types. fp8 needs a GPU."
         ),
     )
+    seed: int | None = attrs.field(
+        default=None,
+        validator=optional(integer(-(2**63))),
+        metadata=documented(
+            "Requests without a seed draw theirs from this one: the same requests in the same order get the same"
+            " answers. Unset draws anew."
+        ),
+    )
     device: Device = attrs.field(
         default=Device.AUTO,
         converter=to_member_of(Device),

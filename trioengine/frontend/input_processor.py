@@ -82,6 +82,8 @@ class InputProcessor:
 
     tokenizer: Tokenizer
     model: ModelFacts
+    seeds: random.Random = attrs.field(factory=random.Random)
+    """Of requests without a seed."""
     renderer: Renderer = attrs.field(
         init=False,
         default=attrs.Factory(
@@ -117,7 +119,7 @@ class InputProcessor:
                 num_prompt_tokens=len(prompt_token_ids), max_model_len=self.model.max_model_len, param=_param(request)
             )
         sampling, warnings = _fit_max_tokens(request.sampling, num_left)
-        seed = random.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64
+        seed = self.seeds.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64
         return ProcessedRequest(
             external_id=request.request_id or f"request-{secrets.token_hex(8)}",
             prompt_token_ids=prompt_token_ids,

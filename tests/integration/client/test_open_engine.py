@@ -79,6 +79,15 @@ async def test_progress_is_reported_while_it_opens(model: str) -> None:
     assert ("pretending", 0.5) in stages
 
 
+async def test_with_a_seed_requests_without_one_draw_the_same_again(model: str) -> None:
+    drawn: list[int] = []
+    for _ in range(2):
+        async with open_engine(EngineConfig(model=model, seed=0), core_module=CORE_MODULE) as engine:
+            drawn += [engine.input_processor.process(GenerateRequest("a")).seed for _ in range(2)]
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
+
+
 async def test_opening_and_closing_five_times_leaks_nothing(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -381,6 +381,13 @@ async def test_a_core_that_cannot_start_is_an_error_of_owner_and_clients(tmp_pat
                 await cores.wait_ready()
 
 
+async def test_clients_do_not_draw_the_same_seeds(model: str) -> None:
+    """Or the same prompt would get the same answer from all of them."""
+    config = EngineConfig(model=model, seed=2**63 - 1)
+    async with start_cores(config, num_clients=2, core_module=MODULE, core_options=OPTIONS) as cores:
+        assert len({attachment.config.seed for attachment in cores.attachments}) == 2
+
+
 async def test_attachments_hold_no_secret_in_their_text(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "_create_private_directory", lambda _: None)
     async with open_cores(model, 1) as cores:

@@ -4,6 +4,9 @@ import argparse
 
 import pytest
 
+from trioengine.cli import generate
+from trioengine.cli.options import engine_config_from
+from trioengine.cli.parser import CommandParser
 from trioengine.cli.sampling import add_sampling_options, add_structure_options, sampling_from
 from trioengine.errors import RequestError
 from trioengine.types.params import RequestOutputKind, SamplingParams
@@ -24,6 +27,13 @@ def test_nothing_given_is_every_default_but_the_length() -> None:
 def test_what_is_given_arrives() -> None:
     sampling = parse("--temperature", "0.5", "--stop", "a", "--stop", "b", "--max-tokens", "3")
     assert (sampling.temperature, sampling.stop, sampling.max_tokens) == (0.5, ("a", "b"), 3)
+
+
+def test_a_seed_is_the_engines_and_the_requests() -> None:
+    parser = CommandParser()
+    generate.add_arguments(parser)
+    arguments = parser.parse(["a prompt", "--seed", "7"])
+    assert sampling_from(arguments).seed == engine_config_from(arguments).seed == 7
 
 
 def test_the_form_of_the_answer_may_be_given() -> None:

@@ -75,7 +75,7 @@ def test_arguments_of_vllm_are_accepted(caplog: pytest.LogCaptureFixture) -> Non
     assert quiet.config.model == "m"
     assert args.config.max_num_seqs == 7
     assert (args.config.dtype, args.config.gpu_memory_utilization) == ("half", 0.5)
-    assert args.caller.seed == 3
+    assert args.config.seed == 3
     (line,) = caplog.messages
     assert "swap_space=4" in line
     assert "dtype" not in line
@@ -89,7 +89,7 @@ def test_arguments_of_vllm_are_accepted(caplog: pytest.LogCaptureFixture) -> Non
         ({"revision": "v2"}, "revision"),
         ({"skip_tokenizer_init": True}, "skip_tokenizer_init"),
         ({"quantization": "awq"}, "quantization"),
-        ({"max_model_len": -1}, "max_model_len"),
+        ({"max_model_len": 0}, "max_model_len"),
         ({"seed": "x"}, "seed"),
         ({"generation_config": "folder"}, "generation_config"),
     ],

@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--warm-prefix", action="store_true", help="send them once before the load")
     offline = benchmarks.add_parser("offline", help="a batch without a server")
+    serve.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts. Default: 0")
     for load in (serve, offline):
         _add_counts(load, num_prompts="requests", input_len="tokens of each prompt", output_len="tokens of each answer")
-        load.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts. Default: 0")
     offline.add_argument(
         "--repeats",
         type=positive_int,
@@ -81,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     embed.add_argument(
         "--rounds", type=positive_int, default=3, metavar="N", help="times they are embedded; the fastest counts"
     )
-    embed.add_argument("--seed", type=int, default=0, metavar="N", help="of the random texts. Default: 0")
     add_engine_options(embed)
     core = benchmarks.add_parser("core", help="planning steps and taking in their results, without a device")
     _add_counts(core, num_seqs="requests that generate at once", steps="steps to measure")
@@ -142,7 +141,7 @@ def _benchmark(arguments: argparse.Namespace) -> Benchmark:
                 num_prompts=arguments.num_prompts,
                 num_input_tokens=arguments.input_len,
                 num_rounds=arguments.rounds,
-                seed=arguments.seed,
+                seed=_seed(arguments),
             )
         case "core":
             from trioengine.cli.bench.core import CoreBench
@@ -173,8 +172,13 @@ def _load_values(arguments: argparse.Namespace) -> dict[str, int]:
         "num_prompts": arguments.num_prompts,
         "num_input_tokens": arguments.input_len,
         "num_output_tokens": arguments.output_len,
-        "seed": arguments.seed,
+        "seed": _seed(arguments),
     }
+
+
+def _seed(arguments: argparse.Namespace) -> int:
+    """Of the random prompts, and of the engine where there is one."""
+    return getattr(arguments, "seed", 0)
 
 
 def _add_counts(parser: argparse.ArgumentParser, **counts: str) -> None:
