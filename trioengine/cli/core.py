@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         rank=config.data_parallel_rank,
         page_fd=-1,
         config=config,
-        model=resolve_model(config.model, cache_dir=cache_dir),
+        model=resolve_model(config.model, cache_dir=cache_dir, revision=config.revision),
         draft_model=None if config.draft_model is None else resolve_model(config.draft_model, cache_dir=cache_dir),
     )
     # Nobody shares the page: the engine asks the core itself how it does.

@@ -146,7 +146,7 @@ async def start_cores(
     if config.has_remote_cores and num_clients:
         raise ConfigError("Cores on other machines have one client only.", option="data_parallel_size_local")
     progress = on_progress or ignore_progress
-    location = await _find_model(config.model, progress)
+    location = await _find_model(config.model, progress, config.revision)
     draft_location = None if config.draft_model is None else await _find_model(config.draft_model, progress)
     with ExitStack() as stack:
         endpoint = stack.enter_context(_owners_endpoint(config))
@@ -254,13 +254,13 @@ def _owners_endpoint(config: EngineConfig) -> Endpoint:
     return create_network_endpoint(config.data_parallel_listen, read_or_make_keys(config.data_parallel_key_file))
 
 
-async def _find_model(model: str | None, progress: OnProgress) -> ModelLocation:
+async def _find_model(model: str | None, progress: OnProgress, revision: str | None = None) -> ModelLocation:
     def report(fetched: FetchProgress) -> None:
         trio.from_thread.check_cancelled()  # Raises here, in the thread: the download ends then.
         trio.from_thread.run_sync(progress, "fetching the model", fetched.num_bytes / max(1, fetched.total_bytes))
 
     def find() -> ModelLocation:
-        return resolve_model(model, cache_dir=env.cache_dir(), progress=report)
+        return resolve_model(model, cache_dir=env.cache_dir(), revision=revision, progress=report)
 
     return await trio.to_thread.run_sync(find, abandon_on_cancel=True)
 

@@ -84,7 +84,7 @@ class LLMEngine(BlockingOperations):
             multiprocess = config.data_parallel_size > 1
         if config.data_parallel_size > 1 and not multiprocess:
             raise ConfigError("Several cores are processes of their own (multiprocess).", option="data_parallel_size")
-        location = _find(config.model)
+        location = _find(config.model, config.revision)
         draft_location = None if config.draft_model is None else _find(config.draft_model)
         self._config = config
         self._tokenizer = load_tokenizer(location)
@@ -447,8 +447,8 @@ class _Reply(Generic[R]):
         return cast(R, self._value)
 
 
-def _find(model: str | None) -> ModelLocation:
-    return resolve_model(model, cache_dir=env.cache_dir())
+def _find(model: str | None, revision: str | None = None) -> ModelLocation:
+    return resolve_model(model, cache_dir=env.cache_dir(), revision=revision)
 
 
 def _close(

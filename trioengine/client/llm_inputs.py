@@ -59,7 +59,6 @@ _WITHOUT = frozenset(
         "hf_overrides",
         "logits_processors",
         "pooler_config",
-        "revision",
         "skip_tokenizer_init",
         "tokenizer_revision",
     }
@@ -152,7 +151,7 @@ class EngineArgs:
 def _caller_options(values: dict[str, Any]) -> CallerOptions:
     checks = {"chat_template": str, "generation_config": str, "override_generation_config": Mapping}
     for name, value in values.items():
-        if not isinstance(value, checks[name]) or isinstance(value, bool):
+        if not isinstance(value, checks[name]):
             raise ConfigError(f"{name} cannot be {str(value)[:50]!r}.", option=name)
     if values.get("generation_config", "auto") not in ("auto", "vllm"):
         raise ConfigError('generation_config must be "auto" or "vllm".', option="generation_config")

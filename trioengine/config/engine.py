@@ -219,6 +219,11 @@ class EngineConfig:
             " Unset is the default model, fetched when it is missing."
         ),
     )
+    revision: str | None = attrs.field(
+        default=None,
+        validator=optional(text()),
+        metadata=documented("The branch, tag or commit of a hub id. Unset is its main branch."),
+    )
     served_model_name: str | None = attrs.field(
         default=None,
         validator=optional(text()),

@@ -183,7 +183,7 @@ def test_what_others_have_fetched_stays(cache: Path, hub: Path, tmp_path: Path) 
 
 
 def fake_download(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
+    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         folder_name = f"models--{hub_id.replace('/', '--')}"
         kept = hub_folder / folder_name / "snapshots" / "0123"
         return str(kept if kept.exists() else write_hub_model(hub_folder, folder_name))

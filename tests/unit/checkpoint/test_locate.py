@@ -220,16 +220,28 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, download: Callable[..., str]) -> N
 
 def test_a_hub_id_is_fetched_and_served_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "snapshots" / "0123")
-    asked: list[tuple[str, list[str]]] = []
+    asked: list[tuple[str, str | None, list[str]]] = []
 
-    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
-        asked.append((hub_id, allow_patterns))
+    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, revision, allow_patterns))
         return str(folder)
 
     fake_hub(monkeypatch, download)
     location = resolve_model("org/name-1.5", cache_dir=tmp_path)
     assert (location.kind, location.path, location.served_name) == (ModelKind.FOLDER, folder, "org/name-1.5")
-    assert asked == [("org/name-1.5", ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"])]
+    resolve_model("org/name-1.5", cache_dir=tmp_path, revision="v2")
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+    assert asked == [("org/name-1.5", None, patterns), ("org/name-1.5", "v2", patterns)]
+
+
+@pytest.mark.parametrize("name", [None, "smollm2-135m-instruct", "folder/name", "org/name.gguf", "/dev/null"])
+def test_what_is_not_of_the_hub_has_no_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    make_folder(tmp_path / "folder" / "name")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="only for a model of the hub"):
+        resolve_model(name, cache_dir=tmp_path, revision="v2")
 
 
 def test_a_hub_model_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_arguments_of_vllm_are_accepted(caplog: pytest.LogCaptureFixture) -> Non
     [
         ({"max_num_seq": 7}, "max_num_seq"),
         ({"tokenizer": "other"}, "tokenizer"),
-        ({"revision": "v2"}, "revision"),
+        ({"tokenizer_revision": "v2"}, "tokenizer_revision"),
         ({"skip_tokenizer_init": True}, "skip_tokenizer_init"),
         ({"quantization": "awq"}, "quantization"),
         ({"max_model_len": 0}, "max_model_len"),
