@@ -151,6 +151,37 @@ def test_a_command_of_vllms_works_and_says_what_is_ignored(caplog: pytest.LogCap
     assert "--max-num-seqs" not in record.message
 
 
+def test_short_names_of_vllm_are_ours() -> None:
+    assert engine_config_from(parse_serve("-dp", "2")) == EngineConfig(data_parallel_size=2)
+    assert engine_config_from(parse_serve("-dp", "2", "-dpn", "1")).local_ranks == (1,)
+    assert engine_config_from(parse_serve("-dp=2", "-dpl", "2")).local_ranks == (0, 1)
+
+
+def test_what_cannot_be_switched_off_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["--no-enable-chunked-prefill", "--no-trust-remote-code", "--stream-interval", "4"]
+    with caplog.at_level("INFO"):
+        tell_ignored(parse_serve(*words))
+    warning, ignored = caplog.records
+    assert warning.levelname == "WARNING"
+    assert warning.message.endswith("always on here, so that these options have no effect: --no-enable-chunked-prefill")
+    assert ignored.message.endswith(": --no-trust-remote-code, --stream-interval 4")
+
+
+@pytest.mark.parametrize(
+    "words", [["folder/", "--tokenizer", "folder"], ["a.gguf", "--tokenizer", "org/a"], ["--model=m", "--tokenizer=m"]]
+)
+def test_the_models_own_tokenizer_may_be_named(words: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        tell_ignored(parse_serve(*words))
+    assert "--tokenizer" in caplog.text
+
+
+@pytest.mark.parametrize("words", [["folder", "--tokenizer", "other"], ["--tokenizer", "other"]])
+def test_another_tokenizer_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="leave out --tokenizer"):
+        tell_ignored(parse_serve(*words))
+
+
 def test_a_command_without_them_says_nothing_about_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         tell_ignored(parse_serve("--port", "1"))
