@@ -60,6 +60,9 @@ class ChatForm:
     continuous_usage: bool = False
     has_logprobs: bool = False
     has_prompt_logprobs: bool = False
+    has_token_ids: bool = False
+    names_tokens_by_id: bool = False
+    """Whether log probabilities do."""
     tool_names: tuple[str, ...] = ()
     markup: ToolMarkup | None = None
     """Of calls; None where the answer is not read for them."""
@@ -72,7 +75,8 @@ class ChatForm:
     @property
     def is_plain(self) -> bool:
         """Whether an answer is nothing but text."""
-        return self.markup is None and self.reasoning_parser is None and not self.has_logprobs
+        tells_tokens = self.has_logprobs or self.has_token_ids
+        return self.markup is None and self.reasoning_parser is None and not tells_tokens
 
 
 def chat_form(request: ChatCompletionRequest, plan: ChatPlan, settings: ChatSettings) -> ChatForm:
@@ -83,6 +87,8 @@ def chat_form(request: ChatCompletionRequest, plan: ChatPlan, settings: ChatSett
         continuous_usage=bool(request.stream_options.continuous_usage_stats),
         has_logprobs=request.logprobs,
         has_prompt_logprobs=request.sampling.prompt_logprobs is not None,
+        has_token_ids=request.return_token_ids,
+        names_tokens_by_id=request.return_tokens_as_token_ids,
         tool_names=plan.tools.names,
         markup=settings.markup if plan.tools.names else None,
         is_parallel=request.parallel_tool_calls,

@@ -12,7 +12,7 @@ from trioengine.errors import RequestError
 from trioengine.openai.protocol import (
     NEUTRAL,
     Neutral,
-    RequestBody,
+    TokenTellingBody,
     check_stream_options,
     make_request_converter,
     parse_fields,
@@ -159,7 +159,7 @@ AnyToolChoice: TypeAlias = ToolChoice | NamedToolChoice | AllowedTools
 
 
 @attrs.frozen(kw_only=True)
-class ChatCompletionRequest(RequestBody):
+class ChatCompletionRequest(TokenTellingBody):
     """The body of `POST /v1/chat/completions`."""
 
     messages: tuple[Message, ...]

@@ -13,6 +13,8 @@ from trioengine.openai.sse import (
     ReplyHead,
     dumps,
     finish_fields,
+    ids_field,
+    name_of_token,
     prompt_logprobs_of,
     usage_fields,
     whole_reply,
@@ -58,20 +60,35 @@ class _AnswerEvents(EventStream):
         if state is None:
             state = _Choice(AnswerReader(self._form, output.prompt_token_ids))
             self._choices[choice.index] = state
+        if not self._form.has_token_ids:
+            return self._chunk(choice, state)
+        is_first = choice.index not in self._before_text
+        chunk = self._chunk(choice, state, ids_field("token_ids", choice.token_ids))
+        if not is_first or not chunk:
+            return chunk
+        # The prompt's are told beside the choices, in the first chunk of each.
+        prompt = ids_field("prompt_token_ids", output.prompt_token_ids).removeprefix(b",")
+        return chunk.replace(b"{", b"{" + prompt + b",", 1)
+
+    def _chunk(self, choice: CompletionOutput, state: _Choice, token_ids: bytes = b"") -> bytes:
         is_last = choice.finish_reason is not None
         delta = state.reader.feed(choice.text, choice.token_ids, is_last=is_last)
         if choice.logprobs:
-            state.logprobs += map(logprob_fields, choice.logprobs)
-        if not is_last and not delta.has_news:
+            by_id = self._form.names_tokens_by_id
+            state.logprobs += [logprob_fields(entry, by_id=by_id) for entry in choice.logprobs]
+        # Tokens are told as they come, also while their text is held back.
+        if not is_last and not delta.has_news and not (token_ids and choice.token_ids):
             return b""
         logprobs = dumps({"content": state.logprobs, "refusal": None}) if state.logprobs else NULL
         state.logprobs = []
         finish = _finish_fields(choice, has_calls=state.reader.has_calls) if is_last else None
         if not delta.reasoning and not delta.calls:
-            return self.text_chunk(choice.index, delta.text, logprobs=logprobs, finish=finish)
+            return self.text_chunk(choice.index, delta.text, logprobs=logprobs, more=token_ids, finish=finish)
         fields: dict[str, object] = {"role": "assistant"} if self.begins(choice.index) else {}
         fields |= _delta_fields(delta, is_first=bool(fields))
-        return self.begin_chunk(choice.index) + b'"delta":' + dumps(fields) + self.end_chunk(logprobs, finish)
+        return (
+            self.begin_chunk(choice.index) + b'"delta":' + dumps(fields) + self.end_chunk(logprobs, finish, token_ids)
+        )
 
     def usage(self, output: RequestOutput) -> Mapping[str, object]:
         if self._form.reasoning_parser is None:
@@ -87,7 +104,9 @@ def chat_reply(head: ReplyHead, form: ChatForm, output: RequestOutput) -> bytes:
     usage = usage_fields(output)
     if form.reasoning_parser is not None:
         usage = _usage_fields(output, sum(reader.num_reasoning_tokens for reader in readers))
-    more = {"prompt_logprobs": prompt_logprobs_of(output)} if form.has_prompt_logprobs else {}
+    more: dict[str, object] = {"prompt_logprobs": prompt_logprobs_of(output)} if form.has_prompt_logprobs else {}
+    if form.has_token_ids:
+        more["prompt_token_ids"] = output.prompt_token_ids
     return whole_reply(head, "chat.completion", choices, usage, **more)
 
 
@@ -105,12 +124,14 @@ def _whole_choice(form: ChatForm, reader: AnswerReader, choice: CompletionOutput
         message |= _reasoning_fields(answer.reasoning or None)
     logprobs = None
     if form.has_logprobs:
-        logprobs = {"content": [logprob_fields(entry) for entry in choice.logprobs or ()], "refusal": None}
+        entries = [logprob_fields(entry, by_id=form.names_tokens_by_id) for entry in choice.logprobs or ()]
+        logprobs = {"content": entries, "refusal": None}
     return {
         "index": choice.index,
         "message": message,
         "logprobs": logprobs,
         **_finish_fields(choice, has_calls=reader.has_calls),
+        **({"token_ids": choice.token_ids} if form.has_token_ids else {}),
     }
 
 
@@ -144,14 +165,15 @@ def _finish_fields(choice: CompletionOutput, *, has_calls: bool) -> Mapping[str,
     return {**fields, "finish_reason": _TOOL_CALLS} if is_calls else fields
 
 
-def logprob_fields(entry: PositionLogprobs) -> Mapping[str, object]:
-    """The log probabilities at one place of an answer, as OpenAI writes them."""
-    return {**_token_fields(entry.chosen), "top_logprobs": [_token_fields(token) for token in entry.top]}
+def logprob_fields(entry: PositionLogprobs, *, by_id: bool = False) -> Mapping[str, object]:
+    """The log probabilities at one place of an answer, as OpenAI writes them; tokens are named by id if asked to."""
+    top = [_token_fields(token, by_id) for token in entry.top]
+    return {**_token_fields(entry.chosen, by_id), "top_logprobs": top}
 
 
-def _token_fields(token: Logprob) -> Mapping[str, object]:
+def _token_fields(token: Logprob, by_id: bool) -> Mapping[str, object]:
     text, numbers = _text_and_numbers(token.token_bytes)
-    return {"token": text, "logprob": token.logprob, "bytes": numbers}
+    return {"token": name_of_token(token.token_id) if by_id else text, "logprob": token.logprob, "bytes": numbers}
 
 
 @functools.lru_cache(maxsize=32_768)

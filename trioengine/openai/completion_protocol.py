@@ -10,7 +10,7 @@ from trioengine.openai.json_body import field_path
 from trioengine.openai.protocol import (
     NEUTRAL,
     Neutral,
-    RequestBody,
+    TokenTellingBody,
     check_stream_options,
     make_request_converter,
     parse_fields,
@@ -27,7 +27,7 @@ _TEXT_SCHEMA = {"type": "string", "minLength": 1}
 
 
 @attrs.frozen(kw_only=True)
-class CompletionRequest(RequestBody):
+class CompletionRequest(TokenTellingBody):
     """The body of `POST /v1/completions`."""
 
     prompt: tuple[CompletionPrompt, ...] = attrs.field(

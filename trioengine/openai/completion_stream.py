@@ -17,6 +17,8 @@ from trioengine.openai.sse import (
     EventStream,
     ReplyHead,
     finish_fields,
+    ids_field,
+    name_of_token,
     prompt_logprobs_of,
     whole_reply,
 )
@@ -40,6 +42,10 @@ class CompletionForm:
     """How many of the most likely tokens are told for each; None is no log probabilities."""
     has_prompt_logprobs: bool = False
     """Whether whole replies tell the prompts' log probabilities by token id, in each choice."""
+    has_token_ids: bool = False
+    """Whether each choice tells the ids of its tokens, and of the prompt's."""
+    names_tokens_by_id: bool = False
+    """Whether log probabilities do."""
     echoes: Sequence[str] = ()
     """The prompts' texts, where the reply has them."""
     token_bytes: Callable[[int], bytes] | None = None
@@ -52,7 +58,8 @@ class CompletionEvents(EventStream):
     @classmethod
     def of(cls, head: ReplyHead, form: CompletionForm, prompt_index: int = 0) -> "CompletionEvents":
         """The events of this prompt."""
-        is_plain = form.logprobs is None and not form.echoes and prompt_index == 0
+        tells_tokens = form.logprobs is not None or form.has_token_ids
+        is_plain = not tells_tokens and not form.echoes and prompt_index == 0
         # What is nothing but text is most of what there is, and has no more to do for each token.
         return cls(head, form) if is_plain else _RichCompletionEvents(head, form, prompt_index)
 
@@ -78,7 +85,7 @@ class CompletionEvents(EventStream):
 
 
 class _RichCompletionEvents(CompletionEvents):
-    """With log probabilities, the prompt's text, or choices that do not count from 0."""
+    """With log probabilities, token ids, the prompt's text, or choices that do not count from 0."""
 
     def __init__(self, head: ReplyHead, form: CompletionForm, prompt_index: int) -> None:
         super().__init__(head, form)
@@ -93,8 +100,14 @@ class _RichCompletionEvents(CompletionEvents):
         """The events of one choice of an output."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
-        text, logprobs = choice.text, NULL
-        if choice.index not in self._writers:
+        text, logprobs, token_ids = choice.text, NULL, b""
+        is_first = choice.index not in self._writers
+        if self._form.has_token_ids and (choice.token_ids or is_first or choice.finish_reason is not None):
+            # Tokens are told as they come, also while their text is held back; the prompt's in the first chunk.
+            token_ids = ids_field("token_ids", choice.token_ids)
+            if is_first:
+                token_ids += ids_field("prompt_token_ids", output.prompt_token_ids)
+        if is_first:
             text = self._echo + text
             self._writers[choice.index] = self._writer(output)
         writer = self._writers[choice.index]
@@ -102,15 +115,16 @@ class _RichCompletionEvents(CompletionEvents):
         if writer is not None:
             writer.add(choice.logprobs or ())
             logprobs = _dumps(writer.take()) if writer.has_tokens or is_last else NULL
-        if not text and logprobs is NULL and not is_last:
+        if not text and logprobs is NULL and not token_ids and not is_last:
             return b""
         finish = choice if is_last else None
-        return self.text_chunk(self._first_index + choice.index, text, logprobs=logprobs, finish=finish)
+        index = self._first_index + choice.index
+        return self.text_chunk(index, text, logprobs=logprobs, more=token_ids, finish=finish)
 
     def _writer(self, output: RequestOutput) -> "LegacyLogprobs | None":
         if self._form.logprobs is None:
             return None
-        writer = LegacyLogprobs(self._form.logprobs)
+        writer = LegacyLogprobs(self._form.logprobs, by_id=self._form.names_tokens_by_id)
         if self._form.echoes:
             writer.add_prompt(self._prompt_logprobs, output.prompt_token_ids, self._form.token_bytes)
         return writer
@@ -142,9 +156,10 @@ class LegacyLogprobs:
     tokens spell, from the first token on.
     """
 
-    def __init__(self, num_top: int) -> None:
-        """Tell so many of the most likely tokens; with 0, `top_logprobs` is null."""
+    def __init__(self, num_top: int, *, by_id: bool = False) -> None:
+        """Tell so many of the most likely tokens; with 0, `top_logprobs` is null. `by_id` names tokens by id."""
         self._num_top = num_top
+        self._name = _name_by_id if by_id else _token_text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
         self._tokens: list[str] = []
@@ -162,7 +177,7 @@ class LegacyLogprobs:
         assert token_bytes is not None, "a prompt that is told needs the tokenizer"
         for position, token_id in zip(positions, token_ids, strict=False):
             if position is None:
-                self._add(token_bytes(token_id), None, None)
+                self._add(token_id, token_bytes(token_id), None, None)
             else:
                 self.add((position,))
 
@@ -170,8 +185,8 @@ class LegacyLogprobs:
         """Add tokens of the answer."""
         for position in positions:
             chosen = position.chosen
-            top = {_token_text(other.token_bytes): other.logprob for other in _with_chosen(position)}
-            self._add(chosen.token_bytes, chosen.logprob, top)
+            top = {self._name(other.token_id, other.token_bytes): other.logprob for other in _with_chosen(position)}
+            self._add(chosen.token_id, chosen.token_bytes, chosen.logprob, top)
 
     @property
     def has_tokens(self) -> bool:
@@ -189,8 +204,8 @@ class LegacyLogprobs:
         self._tokens, self._token_logprobs, self._top, self._text_offsets = [], [], [], []
         return fields
 
-    def _add(self, data: bytes, logprob: float | None, top: Mapping[str, float] | None) -> None:
-        self._tokens.append(_token_text(data))
+    def _add(self, token_id: int, data: bytes, logprob: float | None, top: Mapping[str, float] | None) -> None:
+        self._tokens.append(self._name(token_id, data))
         self._token_logprobs.append(logprob)
         self._top.append(top)
         self._text_offsets.append(self._offset)
@@ -203,7 +218,13 @@ def _with_chosen(position: PositionLogprobs) -> Iterator[Logprob]:
         yield position.chosen
 
 
-def _token_text(data: bytes) -> str:
+def _name_by_id(token_id: int, data: bytes) -> str:
+    del data
+    return name_of_token(token_id)
+
+
+def _token_text(token_id: int, data: bytes) -> str:
+    del token_id
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -215,7 +236,7 @@ def _choices(form: CompletionForm, prompt_index: int, output: RequestOutput) -> 
     for choice in output.outputs:
         logprobs: Mapping[str, object] | None = None
         if form.logprobs is not None:
-            writer = LegacyLogprobs(form.logprobs)
+            writer = LegacyLogprobs(form.logprobs, by_id=form.names_tokens_by_id)
             if form.echoes:
                 writer.add_prompt(output.prompt_logprobs or (), output.prompt_token_ids, form.token_bytes)
             writer.add(choice.logprobs or ())
@@ -226,7 +247,12 @@ def _choices(form: CompletionForm, prompt_index: int, output: RequestOutput) -> 
             "logprobs": logprobs,
             **finish_fields(choice),
             **({"prompt_logprobs": prompt_logprobs_of(output)} if form.has_prompt_logprobs else {}),
+            **(_token_ids(choice, output) if form.has_token_ids else {}),
         }
+
+
+def _token_ids(choice: CompletionOutput, output: RequestOutput) -> Mapping[str, object]:
+    return {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
 
 
 def _dumps(value: Mapping[str, object]) -> bytes:

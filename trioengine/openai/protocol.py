@@ -61,6 +61,16 @@ class RequestBody:
     """Fields of the body that had a value: for defaults that depend on what was left out."""
 
 
+@attrs.frozen(kw_only=True)
+class TokenTellingBody(RequestBody):
+    """What chats and completions have: their replies can tell of tokens by id."""
+
+    return_token_ids: bool = False
+    """The ids of the prompt's tokens, and of the answers', are told too."""
+    return_tokens_as_token_ids: bool = False
+    """Log probabilities name tokens `token_id:N`, so that no two have the same name."""
+
+
 Neutral: TypeAlias = Mapping[str, Sequence[object]]
 """Fields that are not honoured -> the values, besides null, with which the answer is what it is without the field."""
 

@@ -65,6 +65,9 @@ class CompletionChoice:
     stop_reason: int | str | None = attrs.field(default=None, metadata=_SOMETIMES)
     """The stop token's id, or the stop string."""
     prompt_logprobs: tuple[Mapping[str, Any] | None, ...] | None = attrs.field(default=None, metadata=_SOMETIMES)
+    token_ids: tuple[int, ...] | None = attrs.field(default=None, metadata=_SOMETIMES)
+    prompt_token_ids: tuple[int, ...] | None = attrs.field(default=None, metadata=_SOMETIMES)
+    """In a stream, in the first event of each choice."""
 
 
 @attrs.frozen(kw_only=True)
@@ -196,6 +199,8 @@ class ChatCompletionChunk:
     choices: tuple[ChatChunkChoice, ...]
     """Empty in the event that has the usage."""
     usage: Usage | None = attrs.field(default=None, metadata=_SOMETIMES)
+    prompt_token_ids: tuple[int, ...] | None = attrs.field(default=None, metadata=_SOMETIMES)
+    """In the first event of each choice."""
 
 
 @attrs.frozen(kw_only=True)

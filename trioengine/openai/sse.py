@@ -115,6 +115,7 @@ class EventStream:
         text: str,
         *,
         logprobs: bytes = NULL,
+        more: bytes = b"",
         finish: CompletionOutput | Mapping[str, object] | None = None,
     ) -> bytes:
         """A chunk of a choice's text.
@@ -123,6 +124,7 @@ class EventStream:
             index: of the choice.
             text: what is new.
             logprobs: of the tokens in it, as JSON.
+            more: further fields of the choice, as JSON, each with a comma before it.
             finish: the choice, or why it ends, where it ends with this chunk.
         """
         before_text = self._before_text.get(index)
@@ -131,20 +133,22 @@ class EventStream:
             self._before_text[index] = before_choice + self._shape.before_text
             before_text = before_choice + self._shape.before_first_text
         escaped = encode_basestring_ascii(text).encode()
-        if finish is None and logprobs is NULL:
+        if finish is None and logprobs is NULL and not more:
             return before_text + escaped + self._after_text
-        return before_text + escaped + self._shape.after_text + self.end_chunk(logprobs, finish)
+        return before_text + escaped + self._shape.after_text + self.end_chunk(logprobs, finish, more)
 
     def begin_chunk(self, index: int) -> bytes:
         """A chunk up to the first field of its choice that is of this kind of reply."""
         return self._start + b'{"index":%d,' % index
 
-    def end_chunk(self, logprobs: bytes, finish: CompletionOutput | Mapping[str, object] | None) -> bytes:
+    def end_chunk(
+        self, logprobs: bytes, finish: CompletionOutput | Mapping[str, object] | None, more: bytes = b""
+    ) -> bytes:
         """A chunk from behind these fields, log probabilities and the end of the choice first."""
         if finish is None:
-            return b',"logprobs":' + logprobs + self._unfinished
+            return b',"logprobs":' + logprobs + more + self._unfinished
         fields = finish_fields(finish) if isinstance(finish, CompletionOutput) else finish
-        return b',"logprobs":' + logprobs + b"," + dumps(fields).removeprefix(b"{") + self._end
+        return b',"logprobs":' + logprobs + more + b"," + dumps(fields).removeprefix(b"{") + self._end
 
     def _set_usage(self, usage: bytes) -> None:
         self._end = b'],"usage":' + usage + b"}\n\n" if self._include_usage else b"]}\n\n"
@@ -162,6 +166,11 @@ def finish_fields(choice: CompletionOutput) -> Mapping[str, object]:
     return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
 
+def ids_field(name: str, token_ids: Sequence[int]) -> bytes:
+    """A field of token ids as `end_chunk` takes it."""
+    return b',"%b":[%b]' % (name.encode(), b",".join(b"%d" % token_id for token_id in token_ids))
+
+
 def usage_fields(output: RequestOutput) -> Mapping[str, object]:
     """How many tokens the request took so far."""
     num_prompt_tokens = len(output.prompt_token_ids)
@@ -171,6 +180,11 @@ def usage_fields(output: RequestOutput) -> Mapping[str, object]:
         "total_tokens": num_prompt_tokens + output.num_generated_tokens,
         "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
     }
+
+
+def name_of_token(token_id: int) -> str:
+    """The name that tells a token apart from all others, whatever bytes they have: vLLM's."""
+    return f"token_id:{token_id}"
 
 
 def prompt_logprobs_of(output: RequestOutput) -> Sequence[Mapping[str, object] | None]:

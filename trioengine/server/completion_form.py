@@ -18,6 +18,8 @@ def completion_form(context: ServerContext, body: CompletionRequest) -> Completi
         continuous_usage=bool(body.stream_options.continuous_usage_stats),
         logprobs=sampling.logprobs if sampling.logprob_token_ids is None else len(sampling.logprob_token_ids),
         has_prompt_logprobs=sampling.prompt_logprobs is not None,
+        has_token_ids=body.return_token_ids,
+        names_tokens_by_id=body.return_tokens_as_token_ids,
         echoes=echoes,
         token_bytes=context.engine.tokenizer.token_bytes if body.echo else None,
     )

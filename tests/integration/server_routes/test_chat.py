@@ -1,6 +1,7 @@
 """The chat route over a scripted engine: calls, reasoning, forms and log probabilities, streamed and whole."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,35 @@ async def test_log_probabilities_are_openais() -> None:
         if logprobs is not None:
             streamed += logprobs["content"]
     assert streamed == content
+
+
+async def test_log_probabilities_may_name_tokens_by_id() -> None:
+    """Names change; the bytes are the token's. Nothing of it is an unknown field."""
+    response = await post(FakeEngine(), logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    assert "X-TrioEngine-Warning" not in response.headers
+    content = (await response.get_json())["choices"][0]["logprobs"]["content"]
+    for entry in content:
+        for token in (entry, *entry["top_logprobs"]):
+            assert re.fullmatch("token_id:[0-9]+", token["token"])
+            assert token["bytes"] == [120]
+    chunks = await chunks_of(
+        await post(FakeEngine(), logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True, stream=True)
+    )
+    told: list[Any] = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for logprobs in told if logprobs is not None for entry in logprobs["content"]] == content
+
+
+async def test_every_token_of_an_answer_is_told_whatever_is_read_in_it() -> None:
+    """Also those of calls whose text is held back. The prompt's come once, at the beginning."""
+    engine = FakeEngine(ScriptedReply(deltas=CALL))
+    asked: dict[str, Any] = {"tools": [TOOL], "return_token_ids": True}
+    whole = await (await post(engine, HERMES, **asked)).get_json()
+    assert len(whole["choices"][0]["token_ids"]) == len(CALL)
+    chunks = await chunks_of(await post(engine, HERMES, **asked, stream=True))
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    told = [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]]
+    assert told == whole["choices"][0]["token_ids"]
 
 
 async def test_a_server_may_have_a_chat_template_of_its_own(tmp_path: Path) -> None:

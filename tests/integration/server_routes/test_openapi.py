@@ -94,8 +94,10 @@ async def test_a_server_with_keys_says_which_routes_need_one() -> None:
 CASES: list[tuple[str, str, Any]] = [
     ("post", "/v1/chat/completions", {"messages": MESSAGES}),
     ("post", "/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
+    ("post", "/v1/chat/completions", {"messages": MESSAGES, "return_token_ids": True}),
     ("post", "/v1/completions", {"prompt": "a"}),
     ("post", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "echo": True}),
+    ("post", "/v1/completions", {"prompt": "a", "return_token_ids": True}),
     ("post", "/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
     ("post", "/v1/responses/input_tokens", {"input": "a"}),
     ("get", "/v1/responses/{response_id}", None),
@@ -180,8 +182,10 @@ async def test_every_route_answers_as_the_document_says() -> None:
     [
         ("/v1/chat/completions", {"messages": MESSAGES}),
         ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "return_token_ids": True}),
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 1, "echo": True}),
+        ("/v1/completions", {"prompt": "a", "return_token_ids": True}),
         ("/v1/responses", {"input": "a"}),
     ],
     ids=str,

@@ -182,6 +182,42 @@ def test_the_joined_chunks_are_the_whole_reply(texts: list[str], echo: str, has_
         assert whole["logprobs"]["token_logprobs"][0] is None
 
 
+def test_token_ids_are_told_in_each_choice() -> None:
+    """As vLLM has them: a stream tells the prompt's in the first chunk, and every token when it is there."""
+    form = CompletionForm(has_token_ids=True, n=2)
+    whole_outputs = [output(index, "ab", [position(b"a")] * 2, is_last=True) for index in range(2)]
+    both = attrs.evolve(whole_outputs[0], outputs=tuple(each.outputs[0] for each in whole_outputs))
+    for choice in json.loads(completion_reply(HEAD, form, [both]))["choices"]:
+        assert (choice["token_ids"], choice["prompt_token_ids"]) == ([7, 7], [1, 2])
+
+    events = CompletionEvents.of(HEAD, form)
+    chunks: list[Any] = []
+    for index, text, is_last in ((0, "", False), (1, "", False), (0, "ab", False), (1, "c", False), (0, "", True)):
+        chunks += parse_events(events.events(output(index, text, is_last=is_last)))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["index"] for choice in choices] == [0, 1, 0, 1, 0]
+    assert [choice.get("prompt_token_ids") for choice in choices] == [[1, 2], [1, 2], None, None, None]
+    assert [choice["token_ids"] for choice in choices] == [[7]] * 5
+    nothing = attrs.evolve(output(0, ""), outputs=(CompletionOutput(0, "", ()),))
+    assert events.events(nothing) == b""
+    plain = CompletionEvents.of(HEAD, CompletionForm()).events(output(0, "a", is_last=True))
+    assert b"token_ids" not in plain
+
+
+def test_log_probabilities_may_name_tokens_by_id() -> None:
+    """The prompt's, the answer's and the most likely ones; offsets are those of the text, whatever the names are."""
+    form = CompletionForm(logprobs=1, names_tokens_by_id=True, echoes=["é"], token_bytes=lambda _: "é".encode())
+    told = attrs.evolve(output(0, "bc", [position(b"b"), position(b"c")], is_last=True), prompt_logprobs=(None,))
+    for reply in (
+        json.loads(completion_reply(HEAD, form, [told])),
+        parse_events(CompletionEvents.of(HEAD, form).events(told))[0],
+    ):
+        logprobs = reply["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["token_id:1", "token_id:7", "token_id:7"]
+        assert logprobs["top_logprobs"][1] == {"token_id:1": -0.1, "token_id:7": -0.5}
+        assert logprobs["text_offset"] == [0, 1, 2]
+
+
 def test_log_probabilities_stand_side_by_side() -> None:
     """The token that stands there is among the most likely ones; offsets count characters."""
     positions = [position("né".encode()), position(b"\xe2\x82"), position(b"\xac"), position(b"x", -9999.0)]

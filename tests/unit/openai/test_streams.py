@@ -176,6 +176,22 @@ def test_an_error_after_the_headers_is_one_event() -> None:
     assert json.loads(data.removeprefix(b"data: "))["error"]["code"] == "engine_dead"
 
 
+def test_token_ids_of_a_chat_are_told_beside_its_text() -> None:
+    """As vLLM has them: the prompt's beside the choices, in the first chunk of each; every token when it is there."""
+    form = ChatForm(tokenizer=FakeTokenizer(), has_token_ids=True)
+    whole = json.loads(chat_reply(HEAD, form, output("ab", FinishReason.STOP, num_tokens=2)))
+    assert whole["prompt_token_ids"] == [1, 2, 3]
+    assert whole["choices"][0]["token_ids"] == [1, 1]
+
+    chunks = parse_events(stream_bytes(chat_events(HEAD, form), ["", "ab", "", "c"]))
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[1, 2, 3], None, None, None]
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[1], [1, 1], [1] * 3, [1] * 4]
+    assert chat_text(chunks) == "abc"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert ChatCompletionChunk.model_validate(chunks[0]).choices[0].delta.role == "assistant"
+    assert b"token_ids" not in stream_bytes(chat_stream(HEAD, include_usage=True), ["a", "b"])
+
+
 def test_a_ping_is_a_comment() -> None:
     """Case 46: every parser of server-sent events skips it."""
     assert PING == b": ping\n\n"
