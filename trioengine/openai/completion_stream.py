@@ -46,8 +46,8 @@ class CompletionForm:
     """Whether each choice tells the ids of its tokens, and of the prompt's."""
     names_tokens_by_id: bool = False
     """Whether log probabilities do."""
-    echoes: Sequence[str] = ()
-    """The prompts' texts, where the reply has them."""
+    echoes: Sequence[Callable[[Sequence[int]], str]] = ()
+    """For each prompt its text, of its tokens as they were used. None where the reply has no prompts."""
     token_bytes: Callable[[int], bytes] | None = None
     """The tokenizer's. Needed with `echoes` and `logprobs`."""
 
@@ -90,8 +90,8 @@ class _RichCompletionEvents(CompletionEvents):
     def __init__(self, head: ReplyHead, form: CompletionForm, prompt_index: int) -> None:
         super().__init__(head, form)
         self._form = form
+        self._prompt_index = prompt_index
         self._first_index = prompt_index * form.n
-        self._echo = form.echoes[prompt_index] if form.echoes else ""
         self._prompt_logprobs: Sequence[PositionLogprobs | None] = ()
         self._writers: dict[int, LegacyLogprobs | None] = {}
         """Index of a choice that has begun -> the writer of its log probabilities, where they were asked for."""
@@ -108,7 +108,7 @@ class _RichCompletionEvents(CompletionEvents):
             if is_first:
                 token_ids += ids_field("prompt_token_ids", output.prompt_token_ids)
         if is_first:
-            text = self._echo + text
+            text = _echo(self._form, self._prompt_index, output) + text
             self._writers[choice.index] = self._writer(output)
         writer = self._writers[choice.index]
         is_last = choice.finish_reason is not None
@@ -232,7 +232,7 @@ def _token_text(token_id: int, data: bytes) -> str:
 
 
 def _choices(form: CompletionForm, prompt_index: int, output: RequestOutput) -> Iterator[Mapping[str, object]]:
-    echo = form.echoes[prompt_index] if form.echoes else ""
+    echo = _echo(form, prompt_index, output)
     for choice in output.outputs:
         logprobs: Mapping[str, object] | None = None
         if form.logprobs is not None:
@@ -249,6 +249,10 @@ def _choices(form: CompletionForm, prompt_index: int, output: RequestOutput) -> 
             **({"prompt_logprobs": prompt_logprobs_of(output)} if form.has_prompt_logprobs else {}),
             **(_token_ids(choice, output) if form.has_token_ids else {}),
         }
+
+
+def _echo(form: CompletionForm, prompt_index: int, output: RequestOutput) -> str:
+    return form.echoes[prompt_index](output.prompt_token_ids) if form.echoes else ""
 
 
 def _token_ids(choice: CompletionOutput, output: RequestOutput) -> Mapping[str, object]:

@@ -196,6 +196,20 @@ async def test_an_echo_comes_before_the_answer() -> None:
     assert joined(await streamed(engine, **body))[1] == ("jHello, world!", "stop")
 
 
+@pytest.mark.parametrize("prompt", ["abcdef", list(b"abcdef")], ids=["text", "tokens"])
+@pytest.mark.parametrize(("limit", "echoed"), [(3, "def"), (6, "abcdef"), (7, "abcdef"), (-1, "abcdef")])
+async def test_an_echo_is_the_prompt_as_it_was_used(prompt: Any, limit: int, echoed: str) -> None:
+    """One that was cut is told as it was cut, as its usage and log probabilities are."""
+    async with open_scripted_engine() as scripted:
+        body: dict[str, Any] = {"prompt": prompt, "echo": True, TRUNCATE: limit, "max_tokens": 2}
+        plain = await whole(scripted.engine, **{**body, "echo": False})
+        reply = await whole(scripted.engine, **body)
+        assert reply["usage"]["prompt_tokens"] == len(echoed)
+        text = reply["choices"][0]["text"]
+        assert text == echoed + plain["choices"][0]["text"]
+        assert joined(await streamed(scripted.engine, **body))[0][0] == text
+
+
 async def test_log_probabilities_of_listed_tokens_are_told() -> None:
     """In place of the most likely ones, also without `logprobs`, which alone would be none of those."""
     engine = FakeVectorEngine()

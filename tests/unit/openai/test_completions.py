@@ -156,7 +156,7 @@ def test_log_probabilities_of_a_prompt_are_told_in_its_choices() -> None:
 def test_the_joined_chunks_are_the_whole_reply(texts: list[str], echo: str, has_logprobs: bool) -> None:
     """Text, and each of the four lists of log probabilities, with the prompt's in front."""
     form = CompletionForm(
-        logprobs=1 if has_logprobs else None, echoes=[echo], token_bytes=lambda token_id: b"<%d>" % token_id
+        logprobs=1 if has_logprobs else None, echoes=[lambda _: echo], token_bytes=lambda token_id: b"<%d>" % token_id
     )
     positions = [position(text.encode()) for text in texts]
     prompt_logprobs = (None, position(b"second"))
@@ -206,7 +206,9 @@ def test_token_ids_are_told_in_each_choice() -> None:
 
 def test_log_probabilities_may_name_tokens_by_id() -> None:
     """The prompt's, the answer's and the most likely ones; offsets are those of the text, whatever the names are."""
-    form = CompletionForm(logprobs=1, names_tokens_by_id=True, echoes=["é"], token_bytes=lambda _: "é".encode())
+    form = CompletionForm(
+        logprobs=1, names_tokens_by_id=True, echoes=[lambda _: "é"], token_bytes=lambda _: "é".encode()
+    )
     told = attrs.evolve(output(0, "bc", [position(b"b"), position(b"c")], is_last=True), prompt_logprobs=(None,))
     for reply in (
         json.loads(completion_reply(HEAD, form, [told])),
