@@ -38,6 +38,7 @@ from trioengine.types.messages import (
     CallRequest,
     EncodeCoreRequest,
     EngineCoreRequest,
+    ErrorData,
     Finished,
     Ready,
     Reply,
@@ -290,8 +291,7 @@ class Frontend:
     def expire(self, now_s: float) -> None:
         """End the requests whose deadlines have passed, with `DeadlineExceededError` after the output that waits."""
         for parent, name in self._deadlines.take_due(now_s):
-            limit_s: float = getattr(parent.deadlines, name)
-            error = DeadlineExceededError(f"The request's deadline has passed: deadlines.{name} is {limit_s:g}.")
+            error = _deadline_error(name, getattr(parent.deadlines, name))
             self._fail(next(child for child in parent.children if child.is_registered), error)
 
     # Counts
@@ -448,7 +448,7 @@ class Frontend:
                 stats.num_prompt_tokens += child.parent.num_prompt_tokens
                 stats.num_cached_tokens += child.parent.num_cached_tokens
             if finished.error is not None:
-                self._fail(child, error_from_data(finished.error))
+                self._fail(child, _error_of_core(finished.error, child.parent.deadlines))
             else:
                 self._give(child, (), finished)
         # An abort that is still waiting here would hit the slot's next request.
@@ -622,13 +622,33 @@ def _queue_timeout_s(deadlines: Deadlines, waited_s: float) -> float | None:
     Raises:
         DeadlineExceededError: it is too late already.
     """
-    limits = (deadlines.queue_s, deadlines.first_token_s, deadlines.total_s)
-    limit_s = min((limit for limit in limits if limit is not None), default=None)
-    if limit_s is None:
+    due = _deadline_to_begin(deadlines)
+    if due is None:
         return None
+    limit_s, name = due
     if limit_s <= waited_s:
-        raise DeadlineExceededError(f"A deadline of {limit_s:g} s had passed before the request could be sent.")
+        raise _deadline_error(name, limit_s, " before it was sent")
     return limit_s - waited_s
+
+
+def _deadline_to_begin(deadlines: Deadlines) -> tuple[float, str] | None:
+    """Within how many seconds a request must have begun, and which deadline says so."""
+    names = ("queue_s", "first_token_s", "total_s")
+    limits = ((getattr(deadlines, name), name) for name in names)
+    return min(((limit_s, name) for limit_s, name in limits if limit_s is not None), default=None)
+
+
+def _error_of_core(data: ErrorData, deadlines: Deadlines) -> TrioEngineError:
+    """Why the core ended a request. Of its deadlines the core knows the earliest only, and not its name."""
+    error = error_from_data(data)
+    due = _deadline_to_begin(deadlines)
+    if isinstance(error, DeadlineExceededError) and due is not None:
+        return _deadline_error(due[1], due[0], " before it was begun")
+    return error
+
+
+def _deadline_error(name: str, limit_s: float, when: str = "") -> DeadlineExceededError:
+    return DeadlineExceededError(f"The request's deadline has passed{when}: deadlines.{name} is {limit_s:g}.")
 
 
 def _processing_error(error: Exception) -> EngineGenerateError:

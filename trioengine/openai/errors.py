@@ -26,6 +26,10 @@ RESTART_S = "5"
 """When to come back to a server that stops: another one takes its place by then, or nothing does."""
 
 
+_TIMEOUT = ("deadlines.total_s", "timeout")
+"""The engine's word for the field, and what it is in a body of OpenAI's form."""
+
+
 @attrs.frozen
 class ErrorReply:
     """An HTTP answer that reports an error."""
@@ -51,11 +55,14 @@ def error_body(error: Exception) -> bytes:
     return _body(error_fields(error))
 
 
-def error_fields(error: Exception) -> Mapping[str, object]:
-    """The fields of the object in `error_body`."""
+def error_fields(error: Exception, *, is_native: bool = False) -> Mapping[str, object]:
+    """The fields of the object in `error_body`. A native request has the engine's fields, not OpenAI's."""
     known = error if isinstance(error, TrioEngineError) else TrioEngineError("")
     param = error.param if isinstance(error, RequestError) else None
-    return _fields(_public_message(error), known.error_type, param, known.code)
+    message = _public_message(error)
+    if isinstance(error, DeadlineExceededError) and not is_native:
+        message = message.replace(*_TIMEOUT, 1)
+    return _fields(message, known.error_type, param, known.code)
 
 
 def at_path(error: TrioEngineError, path: str) -> TrioEngineError:

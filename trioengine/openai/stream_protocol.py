@@ -14,7 +14,7 @@ import attrs
 from cattrs import ClassValidationError
 
 from trioengine.errors import RequestError, UnavailableError
-from trioengine.openai.errors import error_reply
+from trioengine.openai.errors import error_fields, error_reply
 from trioengine.openai.json_body import parse_object
 from trioengine.openai.sse import DONE
 from trioengine.types.codec import make_strict_converter
@@ -351,11 +351,10 @@ class StreamSession:
     # Texts
 
     def _say_error(self, id_: str | None, error: Exception, *, is_native: bool = False) -> None:
-        reply = error_reply(error)
         fields: dict[str, object] = {"type": "error"}
         if id_ is not None:
             fields["id"] = id_
-        fields |= {"status": reply.status, **json.loads(reply.body)}
+        fields |= {"status": error_reply(error).status, "error": error_fields(error, is_native=is_native)}
         if isinstance(error, UnavailableError):
             fields["retry_after_s"] = error.retry_after_s
         native = error_to_json(error) if is_native else None

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -115,19 +116,32 @@ async def test_short_prompts_are_not_held_up_by_a_long_one() -> None:
     assert json.loads(await long_response[0].get_data())["count"] == 5
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+BODIES: Mapping[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1000},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1000},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1000},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_timeout_ends_a_request(path: str, stream: bool, autojump_clock: MockClock) -> None:
-    """Case 20 (vllm 2901): 504, or an event once the headers are sent; the core is told to forget it."""
-    body: dict[str, Any] = {"timeout": 1.5, "stream": stream, "max_tokens": 1000}
-    body |= {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    """Case 20 (vllm 2901): 504, or an event once the headers are sent; the core is told to forget it. The field is
+    named as the client wrote it.
+    """
+    body = {**BODIES[path], "timeout": 1.5, "stream": stream}
     async with open_scripted_engine(Script(pace_s=1.0)) as scripted:
         response = await create_app(scripted.engine).test_client().post(path, json=body)
         data = await response.get_data(as_text=True)
         assert scripted.engine.num_open_requests == 0
     assert response.status_code == (200 if stream else 504)
     event = data.removesuffix("\n\n").rpartition("\n\n")[2].removeprefix("data: ") if stream else data
-    assert json.loads(event)["error"]["code"] == "deadline_exceeded"
+    event = event.rpartition("\ndata: ")[2]
+    fields = json.loads(event)
+    error = fields["response"]["error"] if "response" in fields else fields["error"]
+    assert error["message"] == "The request's deadline has passed: timeout is 1.5."
+    if path != "/v1/responses" or not stream:
+        assert error["code"] == "deadline_exceeded"
 
 
 async def test_pings_and_events_have_line_feeds_only(autojump_clock: MockClock) -> None:

@@ -214,6 +214,7 @@ async def test_a_timeout_ends_the_batch(autojump_clock: MockClock) -> None:
     started_s = trio.current_time()
     response = await post(engine, PATH, {"input": "a", "timeout": 1.5})
     assert response.status_code == 504
+    assert "its timeout of 1.5 seconds" in (await error_of(response))["message"]
     assert trio.current_time() - started_s == pytest.approx(1.5)
     assert engine.num_encoding == 0
 

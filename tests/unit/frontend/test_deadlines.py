@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from trioengine.errors import DeadlineExceededError
 from trioengine.testing.frontend_driver import DrivenRequest, FrontendDriver
+from trioengine.types.codec import error_to_data
 from trioengine.types.messages import Finished
 from trioengine.types.output import FinishReason
 from trioengine.types.request import Deadlines
@@ -98,8 +99,8 @@ def test_what_a_request_waited_here_counts() -> None:
     front.now_s = 100.0
     add(front, waited_s=2.0, total_s=5.0)
     assert front.frontend.next_deadline_s == 103.0
-    with pytest.raises(DeadlineExceededError):
-        add(front, waited_s=2.0, total_s=2.0)
+    with pytest.raises(DeadlineExceededError, match=r"before it was sent: deadlines\.total_s is 2\."):
+        add(front, waited_s=2.0, total_s=2.0, queue_s=3.0)
     assert front.frontend.num_open_requests == 1
 
 
@@ -190,3 +191,12 @@ def test_each_expires_exactly_when_its_time_is_over(data: st.DataObject) -> None
         front.finish(*due, reason=FinishReason.ABORT)
         for slot in due:
             del live[slot]
+
+
+def test_what_the_core_drops_ends_with_the_callers_deadline() -> None:
+    """The core knows how long it waited only."""
+    front = FrontendDriver()
+    request = add(front, queue_s=9.0, total_s=5.0)
+    error = error_to_data(DeadlineExceededError("The request waited for 5 s."))
+    front.step(finished=[Finished(request.slot, FinishReason.ABORT, error=error)])
+    assert str(request.sink.error) == "The request's deadline has passed before it was begun: deadlines.total_s is 5."

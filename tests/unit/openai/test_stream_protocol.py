@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioengine.errors import EngineClosedError, EngineDeadError, PromptTooLongError, RequestError, UnavailableError
+from trioengine.errors import (
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineDeadError,
+    PromptTooLongError,
+    RequestError,
+    UnavailableError,
+)
 from trioengine.openai.chat_answer import ChatForm
 from trioengine.openai.chat_stream import chat_events
 from trioengine.openai.sse import ReplyHead
@@ -307,6 +314,14 @@ def test_errors_are_those_of_http_and_keep_secrets(error: Exception, status: int
     assert "native" not in message
     assert "secret" not in json.dumps(message)
     assert "traceback" not in json.dumps(message)
+
+
+@pytest.mark.parametrize(("endpoint", "name"), [("chat", "timeout"), ("generate", "deadlines.total_s")])
+def test_a_deadline_has_the_name_that_the_client_wrote(endpoint: str, name: str) -> None:
+    session = running("1", endpoint=endpoint)
+    session.fail("1", DeadlineExceededError("It has passed: deadlines.total_s is 2."))
+    (message,) = said(session)
+    assert message["error"]["message"] == f"It has passed: {name} is 2."
 
 
 def test_native_endpoints_tell_the_exception_too_but_no_secrets_of_the_engine() -> None:
