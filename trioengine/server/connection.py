@@ -148,8 +148,12 @@ class Connection:
             self._on_protocol_event,
         )
         if is_http2:
-            return Http2Protocol(*arguments, write_timeout_s=self._config.write_timeout_s)
-        return Http1Protocol(*arguments, write=self._write, max_message_bytes=self._config.max_body_bytes)
+            return Http2Protocol(
+                *arguments,
+                write_timeout_s=self._config.write_timeout_s,
+                max_body_bytes=self._config.max_body_bytes,
+            )
+        return Http1Protocol(*arguments, write=self._write, max_body_bytes=self._config.max_body_bytes)
 
     async def _read(self, protocol: Http1Protocol | Http2Protocol) -> None:
         """Feed the protocol until the client has gone. Cancelled through `_reading`."""

@@ -26,6 +26,7 @@ from trioengine.errors import AuthenticationError, BodyTooLargeError, RequestErr
 from trioengine.openai.errors import error_body
 from trioengine.server.access import AccessRules, Caller, Header, caller_of
 from trioengine.server.access_log import AccessLog, Exchange, peer_name
+from trioengine.server.request_body import is_too_long
 
 MIN_BODY_BYTES_PER_S = 1024
 """A body may take one second longer for each so many bytes that have come."""
@@ -143,10 +144,7 @@ class _PassingRequest:
 
     def check_length(self, headers: Iterable[Header]) -> RequestError | None:
         """What is wrong with the length that the body is going to have."""
-        for name, value in headers:
-            if name == b"content-length" and value.isdigit() and int(value) > self._max_body_bytes:
-                return self._too_large()
-        return None
+        return self._too_large() if is_too_long(headers, self._max_body_bytes) else None
 
     async def run(self, app: ASGIFramework, scope: HTTPScope) -> RequestError | None:
         """Call the application. What is wrong with the body, if nothing has been sent yet that says otherwise."""

@@ -6,6 +6,7 @@
 - A head that is too large is refused with 431 however it arrives: h11 counts only what it holds of an unfinished one.
 - A body with both a length and an encoding is refused: a proxy in front may see its end elsewhere (RFC 9112, 6.1).
 - A request that is refused here gets a JSON body like every other error.
+- A client that waits before it sends a body of too many bytes is not told to go on.
 - While the server drains, responses say `connection: close`.
 - WebSockets are `websocket.py`'s; a refused upgrade ends the connection.
 - A status has its reason phrase: it may be empty, but programs such as h2load then take no notice of the status.
@@ -26,6 +27,7 @@ from hypercorn.typing import H11SendableEvent
 
 from trioengine.openai.errors import status_reply
 from trioengine.server.handlers import Handlers
+from trioengine.server.request_body import is_too_long
 from trioengine.server.websocket import WebSocketStream
 
 _BAD_REQUEST = 400
@@ -68,15 +70,16 @@ class Http1Protocol(H11Protocol):
     num_paused_bytes: int = 0
     """How much a client has sent beyond the request that is being answered, about: reset by `resume`."""
 
-    def __init__(self, *args: Any, write: Callable[[bytes], Awaitable[None]], max_message_bytes: int) -> None:
-        """`write` sends bytes as they are. `max_message_bytes` is for WebSockets."""
+    def __init__(self, *args: Any, write: Callable[[bytes], Awaitable[None]], max_body_bytes: int) -> None:
+        """`write` sends bytes as they are. `max_body_bytes` is of a message of a WebSocket, too."""
         super().__init__(*args)
         self.can_read = _PauseByRaising()
         self._write = write
-        self._max_message_bytes = max_message_bytes
+        self._max_body_bytes = max_body_bytes
         self._is_chunked = False
         self._held_head = b""
         self._is_head_request = False
+        self._is_body_too_long = False
 
     async def handle(self, event: Event) -> None:
         """Take bytes from the client, or its end. Waits only while the application has too much unread."""
@@ -143,7 +146,7 @@ class Http1Protocol(H11Protocol):
             is_tls=self.ssl,
             client=self.client,
             server=self.server,
-            max_message_bytes=self._max_message_bytes,
+            max_message_bytes=self._max_body_bytes,
         )
         self.stream = cast(Any, stream)
         self.connection = H11WSConnection(self.connection)
@@ -160,6 +163,8 @@ class Http1Protocol(H11Protocol):
         await self.context.mark_request()
 
     async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        if self._is_body_too_long and isinstance(event, h11.InformationalResponse):
+            return
         try:
             data = self.connection.send(event) or b""
         except h11.LocalProtocolError:
@@ -182,6 +187,7 @@ class Http1Protocol(H11Protocol):
 
     async def _check_protocol(self, event: h11.Request) -> None:
         self._is_head_request = event.method == b"HEAD"
+        self._is_body_too_long = is_too_long(event.headers, self._max_body_bytes)
         if event.http_version > b"1.1":
             raise _RefusedError(_HTTP_VERSION_NOT_SUPPORTED)
         # Each field with its colon, space and line end.

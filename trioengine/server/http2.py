@@ -1,6 +1,7 @@
 """Hypercorn's HTTP/2 protocol, changed where it would harm a server that faces a network.
 
 - A handler whose client reads nothing waits, which Hypercorn means to do and does not, and not for ever.
+- A client that waits before it sends a body is told to go on, unless the body has too many bytes.
 - Data for a stream that has been answered already is dropped: it would end the connection, the client's other
   streams with it.
 - While the server drains, new streams are refused in the way that lets a client try again elsewhere.
@@ -26,6 +27,8 @@ from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.typing import Event as AsyncEvent
 from priority.priority import DeadlockError, MissingStreamError
+
+from trioengine.server.request_body import is_too_long, is_waited_with
 
 MAX_RESETS = 200
 """How many streams a client may reset in quick succession: a page with so many answers that is closed, and more."""
@@ -83,8 +86,9 @@ class _StalledError(Exception):
 class Http2Protocol(H2Protocol):
     """One HTTP/2 connection's protocol state."""
 
-    def __init__(self, *arguments: Any, write_timeout_s: float) -> None:
+    def __init__(self, *arguments: Any, write_timeout_s: float, max_body_bytes: int) -> None:
         super().__init__(*arguments)
+        self._max_body_bytes = max_body_bytes
         self.stream_buffers = _BoundedBuffers(write_timeout_s)
         self.priority = cast(Any, StreamTurns())
         self._num_resets = 0.0
@@ -126,6 +130,12 @@ class Http2Protocol(H2Protocol):
                 with contextlib.suppress(h2.exceptions.ProtocolError):
                     self.connection.reset_stream(stream_id, ErrorCodes.HTTP_1_1_REQUIRED)
                 return False
+            case h2.events.RequestReceived(stream_id=int(stream_id), stream_ended=None):
+                headers = cast("list[tuple[bytes, bytes]]", event.headers)
+                if is_waited_with(headers) and not is_too_long(headers, self._max_body_bytes):
+                    with contextlib.suppress(h2.exceptions.ProtocolError):
+                        self.connection.send_headers(stream_id, [(b":status", b"100")])
+                return True
             case h2.events.DataReceived(stream_id=int(stream_id)) if stream_id not in self.streams:
                 # It has used up some of the connection's window, which the other streams need.
                 self.connection.acknowledge_received_data(event.flow_controlled_length or 0, stream_id)

@@ -119,14 +119,15 @@ async def test_a_body_over_the_limit_after_the_response_started_cuts_the_respons
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(100, 200), (LIMIT_BYTES + 1, 413)])
 async def test_a_client_that_expects_100_continue_is_answered(num_bytes: int, status: int) -> None:
+    """It is told to go on only where the body will be taken."""
     async with (
         open_server(make_app(), ServerConfig(port=0, max_body_bytes=LIMIT_BYTES)) as server,
         open_raw_http(server.url) as client,
     ):
         headers = [("expect", "100-continue"), ("content-length", str(num_bytes))]
         await client.send_request("POST", "/length", headers=headers)
-        assert (await client.read_head()).status == 100
         if status == 200:
+            assert (await client.read_head()).status == 100
             await client.send(bytes(num_bytes))
         assert (await client.read_response()).status == status
 

@@ -195,13 +195,13 @@ class Http2Client:
             await self.flush()
         return b""
 
-    async def read_event(self, kind: type[E]) -> E:
+    async def read_event(self, kind: type[E] | tuple[type[E], ...]) -> E:
         """The next event of this kind."""
         while data := await self._receive():
             for event in self.protocol.receive_data(data):
                 if isinstance(event, kind):
                     return event
-        raise AssertionError(f"the connection has ended without {kind.__name__}")
+        raise AssertionError(f"the connection has ended without {kind}")
 
     async def wait_for_window(self, stream_id: int, num_bytes: int) -> None:
         """Until the server lets so much through; it must let the connection go on."""
@@ -303,6 +303,22 @@ async def test_websockets_over_http2_are_sent_to_http1() -> None:
         await client.flush()
         reset = await client.read_event(h2.events.StreamReset)
         assert reset.error_code == h2.errors.ErrorCodes.HTTP_1_1_REQUIRED
+
+
+async def test_http2_clients_that_wait_before_they_send_are_told_to_go_on() -> None:
+    """Only where the body will be taken."""
+    async with open_tls_server(http2=True) as server, open_tls(server.url, alpn=["h2"]) as stream:
+        client = Http2Client(stream)
+        expects = (b"expect", b"100-continue")
+        await client.send_headers(1, b"POST", b"/length", expects, (b"content-length", b"900"))
+        told = await client.read_event(h2.events.InformationalResponseReceived)
+        assert told.stream_id == 1
+        client.protocol.send_data(1, bytes(900), end_stream=True)
+        await client.flush()
+        assert await client.read_status(1) == b"200"
+        await client.send_headers(3, b"POST", b"/length", expects, (b"content-length", b"1001"))
+        event = await client.read_event((h2.events.InformationalResponseReceived, h2.events.ResponseReceived))
+        assert dict(event.headers)[b":status"] == b"413"
 
 
 async def test_http2_data_after_an_early_413_ends_at_most_this_connection() -> None:
