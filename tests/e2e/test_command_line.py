@@ -120,6 +120,8 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     vendored = {path.name for path in (ROOT / "web" / "vendor").iterdir()}
     licences = {path.parent.name for path in installed.glob("*.dist-info/licenses/web/vendor/*/LICENSE.txt")}
     assert licences == vendored
+    # Without it, type checkers take no notice of the types.
+    assert (installed / "trioengine" / "py.typed").is_file()
     # The kernels of cards, without what measures them.
     assert {path.name for path in installed.iterdir() if path.is_dir()} == {
         "trioengine",
