@@ -80,7 +80,9 @@ async def test_the_tutorials_application_has_its_own_routes_and_openais() -> Non
     async def open_engine() -> AsyncGenerator[FakeEngine]:
         yield FakeEngine()
 
-    program = block_with("docs/tutorial.md", "openai_blueprint(engine)").replace("port=8000", "port=0")
+    program = block_with("docs/tutorial.md", "openai_blueprint(engine)")
+    program, start, rest = program.replace("port=8000", "port=0").rpartition("trio.run(main)\n")
+    assert (start, rest) == ("trio.run(main)\n", "")
     names: dict[str, Any] = {"__name__": "tutorial"}
     exec(program, names)
     names["open_engine"] = open_engine
