@@ -53,6 +53,7 @@ class _AnswerEvents(EventStream):
         """Prepare what all chunks share."""
         super().__init__(head, _CHUNK, include_usage=form.include_usage, continuous_usage=form.continuous_usage)
         self._form = form
+        self._logprob_fields = _logprob_fields_by_id if form.names_tokens_by_id else logprob_fields
         self._choices: dict[int, _Choice] = {}
 
     def choice_events(self, choice: CompletionOutput, output: RequestOutput) -> bytes:
@@ -74,8 +75,7 @@ class _AnswerEvents(EventStream):
         is_last = choice.finish_reason is not None
         delta = state.reader.feed(choice.text, choice.token_ids, is_last=is_last)
         if choice.logprobs:
-            by_id = self._form.names_tokens_by_id
-            state.logprobs += [logprob_fields(entry, by_id=by_id) for entry in choice.logprobs]
+            state.logprobs += map(self._logprob_fields, choice.logprobs)
         # Tokens are told as they come, also while their text is held back.
         if not is_last and not delta.has_news and not (token_ids and choice.token_ids):
             return b""
@@ -124,8 +124,8 @@ def _whole_choice(form: ChatForm, reader: AnswerReader, choice: CompletionOutput
         message |= _reasoning_fields(answer.reasoning or None)
     logprobs = None
     if form.has_logprobs:
-        entries = [logprob_fields(entry, by_id=form.names_tokens_by_id) for entry in choice.logprobs or ()]
-        logprobs = {"content": entries, "refusal": None}
+        fields_of = _logprob_fields_by_id if form.names_tokens_by_id else logprob_fields
+        logprobs = {"content": [fields_of(entry) for entry in choice.logprobs or ()], "refusal": None}
     return {
         "index": choice.index,
         "message": message,
@@ -165,15 +165,23 @@ def _finish_fields(choice: CompletionOutput, *, has_calls: bool) -> Mapping[str,
     return {**fields, "finish_reason": _TOOL_CALLS} if is_calls else fields
 
 
-def logprob_fields(entry: PositionLogprobs, *, by_id: bool = False) -> Mapping[str, object]:
-    """The log probabilities at one place of an answer, as OpenAI writes them; tokens are named by id if asked to."""
-    top = [_token_fields(token, by_id) for token in entry.top]
-    return {**_token_fields(entry.chosen, by_id), "top_logprobs": top}
+def logprob_fields(entry: PositionLogprobs) -> Mapping[str, object]:
+    """The log probabilities at one place of an answer, as OpenAI writes them."""
+    return {**_token_fields(entry.chosen), "top_logprobs": [_token_fields(token) for token in entry.top]}
 
 
-def _token_fields(token: Logprob, by_id: bool) -> Mapping[str, object]:
+def _token_fields(token: Logprob) -> Mapping[str, object]:
     text, numbers = _text_and_numbers(token.token_bytes)
-    return {"token": name_of_token(token.token_id) if by_id else text, "logprob": token.logprob, "bytes": numbers}
+    return {"token": text, "logprob": token.logprob, "bytes": numbers}
+
+
+def _logprob_fields_by_id(entry: PositionLogprobs) -> Mapping[str, object]:
+    top = [_token_fields_by_id(token) for token in entry.top]
+    return {**_token_fields_by_id(entry.chosen), "top_logprobs": top}
+
+
+def _token_fields_by_id(token: Logprob) -> Mapping[str, object]:
+    return {**_token_fields(token), "token": name_of_token(token.token_id)}
 
 
 @functools.lru_cache(maxsize=32_768)

@@ -183,9 +183,10 @@ class LegacyLogprobs:
 
     def add(self, positions: Sequence[PositionLogprobs]) -> None:
         """Add tokens of the answer."""
+        name = self._name
         for position in positions:
             chosen = position.chosen
-            top = {self._name(other.token_id, other.token_bytes): other.logprob for other in _with_chosen(position)}
+            top = {name(other.token_id, other.token_bytes): other.logprob for other in _with_chosen(position)}
             self._add(chosen.token_id, chosen.token_bytes, chosen.logprob, top)
 
     @property
