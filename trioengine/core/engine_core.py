@@ -6,6 +6,7 @@ A loop around it (`runtime`) moves the bytes: it gives messages to `handle`, cal
 
 import heapq
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,8 @@ from trioengine.types.messages import (
 from trioengine.types.output import FinishReason
 
 MAX_SLOT = 2**31 - 1
+STATS_INTERVAL_S = 0.25
+"""How old the numbers may be that a client was told last, while the core works for others."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,9 @@ class _Client:
     replies: list[Reply] = attrs.field(factory=list[Reply])
     weight_version: str | None = None
     """That it was told last."""
+    stats: SchedulerStats = attrs.field(factory=lambda: SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0))
+    """Those that it was told last."""
+    told_s: float = -math.inf
 
 
 class EngineCore:
@@ -207,10 +213,26 @@ class EngineCore:
         state = self._clients.get(client)
         if state is None or state.outbox.is_empty:
             return None
+        return self._take(state, self.stats())
+
+    def take_stats(self, client: int) -> StepOutput | None:
+        """A message that has nothing but how the core does, for a client without output; None when it knows.
+
+        What other clients ask for, and a pause, change the numbers too. They are told when the core comes to rest, and
+        from time to time before.
+        """
+        state = self._clients.setdefault(client, _Client())
+        if self.has_work and self._clock() < state.told_s + STATS_INTERVAL_S:
+            return None
+        stats = self.stats()
+        return None if stats == state.stats else self._take(state, stats)
+
+    def _take(self, state: _Client, stats: SchedulerStats) -> StepOutput | None:
         weight_version = None
         if state.weight_version != self.weight_version:
             weight_version = state.weight_version = self.weight_version
-        return state.outbox.take(self._step, self._step_ended_s, self.stats(), weight_version)
+        state.stats, state.told_s = stats, self._clock()
+        return state.outbox.take(self._step, self._step_ended_s, stats, weight_version)
 
     def stats(self) -> SchedulerStats:
         """How the core does now."""

@@ -82,8 +82,8 @@ class Outbox:
         stats: SchedulerStats | None = None,
         weight_version: str | None = None,
     ) -> StepOutput | None:
-        """Everything pending as the client's next message; None when there is nothing."""
-        if self.is_empty:
+        """Everything pending as the client's next message; None when there is nothing, and no `stats` either."""
+        if self.is_empty and stats is None:
             return None
         slots, tokens, counts = self.slots, self.tokens, b""
         if len(set(slots)) < len(slots):

@@ -44,6 +44,8 @@ class Core(Protocol):
 
     def take_output(self, client: int) -> StepOutput | None: ...
 
+    def take_stats(self, client: int) -> StepOutput | None: ...
+
     def take_replies(self, client: int) -> Sequence[Reply]: ...
 
     def drop_client(self, client: int) -> None: ...
@@ -110,7 +112,7 @@ def run_step_loop(core: Core, sockets: Sequence[BlockingSocket], page: StatusPag
         for mailbox in mailboxes:
             # While a front end does not keep up, its rows stay in the core and are merged there.
             if mailbox.flush():
-                output = core.take_output(mailbox.client)
+                output = core.take_output(mailbox.client) or core.take_stats(mailbox.client)
                 if output is not None:
                     mailbox.add(_encode(output))
                 # They say that something has ended, so they come behind the output from before.

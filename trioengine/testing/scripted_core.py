@@ -325,6 +325,10 @@ class ScriptedCore:
         output, state.output = state.output, None
         return output
 
+    def take_stats(self, client: int) -> StepOutput | None:
+        """None: its numbers come with outputs."""
+        return None
+
     def _token_of_now(self) -> int:
         clock_tokens = self._script.clock_tokens
         return clock_tokens[int(self._clock() / self._script.clock_tick_s) % len(clock_tokens)]

@@ -594,7 +594,7 @@ class StepOutput:
     preempted: bytes = b""
     """int32: a slot for each time that its request lost its blocks."""
     stats: SchedulerStats | None = None
-    """At the end of the newest step in this message."""
+    """At the end of the newest step in this message. May come with nothing else."""
     weight_version: str | None = None
     """In the first message after it has changed."""
 

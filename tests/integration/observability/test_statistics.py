@@ -15,6 +15,7 @@ from trioengine.config.engine import EngineConfig
 from trioengine.observability.prometheus import PrometheusStatLogger
 from trioengine.testing.fake_core import MODULE
 from trioengine.testing.fake_tokenizer import write_fake_model
+from trioengine.types.messages import GetStats
 from trioengine.types.params import SamplingParams
 from trioengine.types.request import GenerateRequest
 
@@ -106,6 +107,31 @@ async def test_two_clients_of_the_same_cores_show_the_counts_of_both(model: str)
                     assert counts(engine, "generation_tokens_total") == {"0": NUM_TOKENS, "1": 2 * NUM_TOKENS}
                     assert len(counts(engine, "num_requests_running")) == 1
     assert not is_there(folder)
+
+
+async def test_two_clients_of_the_same_cores_know_how_these_do(model: str) -> None:
+    """Who asks for nothing sees what the other's requests do, and no count falls from one's page to the other's."""
+    names = ("num_requests_running", "kv_cache_usage_perc", "engine_steps_total")
+
+    async def until(engine: Engine, *, is_busy: bool) -> list[float]:
+        while True:
+            values = [sum(counts(engine, name).values()) for name in names]
+            if len(counts(engine, names[0])) == 1 and all(value > 0 for value in values[:2]) == is_busy:
+                return values
+            await trio.sleep(0.01)
+
+    with trio.fail_after(TIMEOUT_S):
+        async with start_cores(EngineConfig(model=model), num_clients=2, core_module=MODULE) as cores:
+            first_attachment, second_attachment = cores.attachments
+            async with (
+                attach_engine(first_attachment, api_server=0) as first,
+                attach_engine(second_attachment, api_server=1) as second,
+            ):
+                async with first.generate(GenerateRequest([5], SamplingParams(max_tokens=10_000, ignore_eos=True))):
+                    await until(second, is_busy=True)
+                await until(first, is_busy=False)
+                steps = (await first.call(GetStats())).num_steps
+                assert await until(first, is_busy=False) == await until(second, is_busy=False) == [0, 0, steps]
 
 
 async def test_gauges_are_0_when_all_is_aborted_at_once(model: str) -> None:

@@ -5,7 +5,7 @@ from array import array
 import attrs
 import pytest
 
-from trioengine.core.engine_core import MAX_SLOT
+from trioengine.core.engine_core import MAX_SLOT, STATS_INTERVAL_S
 from trioengine.core.executor import TokenLogprobs
 from trioengine.core.operations import HANDLERS
 from trioengine.core.request import Request
@@ -602,6 +602,35 @@ def test_every_output_says_how_the_core_does() -> None:
     assert output.stats == SchedulerStats(1, 1, 0.25, 1, 0, 0, 0, 0, 0)
     driver.run()
     assert driver.outputs[-1].stats == SchedulerStats(0, 0, 0.0, 6, 0, 0, 0, 0, 0)
+
+
+def test_a_client_without_output_is_told_how_the_core_does() -> None:
+    """At once, from time to time while the core works for others, and when it has come to rest; not what it knows."""
+    driver = CoreDriver()
+    core = driver.core
+    assert core.take_stats(1) is None
+    driver.add(make_core_request(0, max_tokens=3), client=0)
+    driver.step()
+    told = [core.take_stats(1)]
+    driver.step()
+    assert core.take_stats(1) is None
+    driver.now_s += STATS_INTERVAL_S
+    told += [core.take_stats(1), core.take_stats(1)]
+    driver.run()
+    told += [core.take_stats(1), core.take_stats(1)]
+    seen = [None if each is None or each.stats is None else (each.sequence, each.stats.running) for each in told]
+    assert seen == [(0, 1), (1, 1), None, (2, 0), None]
+
+
+def test_a_pause_is_told_without_output() -> None:
+    """Nothing is computed any more, and the front end does not think that requests run."""
+    driver = CoreDriver()
+    driver.call(PauseGeneration(PauseMode.KEEP))
+    driver.add(make_core_request(0))
+    output = driver.core.take_stats(0)
+    assert output is not None
+    assert output.stats is not None
+    assert (output.stats.running, output.stats.waiting) == (0, 1)
 
 
 def test_the_next_message_says_that_everything_is_gone() -> None:

@@ -122,6 +122,9 @@ class CountingCore:
     def take_output(self, client: int) -> StepOutput | None:
         return self.outbox.take(self.num_steps, 0.0)
 
+    def take_stats(self, client: int) -> StepOutput | None:
+        return None
+
     def take_replies(self, client: int) -> Sequence[Reply]:
         reply = self.late_replies.pop(self.num_steps, None)
         return [reply] if reply else []
