@@ -369,6 +369,7 @@ class PrometheusStatLogger:
             accept: the scraper's header of this name. OpenMetrics where it names that, else Prometheus text.
         """
         is_openmetrics = OPENMETRICS_MEDIA_TYPE in (accept or "").lower()
+        self.log()  # A scraper that reaches another process next must not find less there.
         others: Sequence[Mapping[str, str]] = () if self._shared is None else self._shared.others()
         text: list[str] = []
         for family, parts in self._families():

@@ -303,14 +303,17 @@ def processes(folder: Path, *numbers: int) -> Sequence[PrometheusStatLogger]:
 
 @pytest.mark.parametrize("accept", [None, "application/openmetrics-text"])
 def test_every_api_server_s_page_has_the_counts_of_all(tmp_path: Path, accept: str | None) -> None:
-    """A scraper reaches any of the processes. Requests are counted by each, cores are the same to all."""
+    """A scraper reaches any of the processes. Requests are counted by each, cores are the same to all.
+
+    What one page has shown, the next has too: a counter that falls is taken for one that began anew.
+    """
     first, second, third = loggers = processes(tmp_path, 0, 1, 10)
     for number, logger in enumerate(loggers, start=1):
         scheduler = attrs.evolve(SCHEDULER, running=number)
         logger.record(IterationStats(0, scheduler, num_generated_tokens=number, inter_token_latencies_s=[0.5] * number))
         logger.log()
     second.record(IterationStats(0, num_generated_tokens=100))
-    for page, running, tokens in ((first, 1, [1, 2, 3]), (second, 2, [1, 102, 3]), (third, 3, [1, 2, 3])):
+    for page, running, tokens in ((first, 1, [1, 2, 3]), (second, 2, [1, 102, 3]), (third, 3, [1, 102, 3])):
         samples = samples_of(page, accept)
         counted = [value(samples, "generation_tokens_total", api_server=number) for number in ("0", "1", "10")]
         assert counted == tokens
