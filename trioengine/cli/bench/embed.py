@@ -6,6 +6,8 @@ import time
 import attrs
 import trio
 
+from trioengine.cli.bench.load_generator import first_error
+from trioengine.cli.bench.offline import taking
 from trioengine.cli.bench.report import BenchReport
 from trioengine.cli.progress import Progress
 from trioengine.client import open_engine
@@ -25,9 +27,13 @@ class EmbedBench:
     seed: int = 0
 
     async def run(self) -> BenchReport:
-        """Open the engine, run the batch and report."""
+        """Open the engine, run the batch and report.
+
+        Raises:
+            TrioEngineError: the engine does not start, or refuses a request.
+        """
         progress = Progress()
-        async with open_engine(self.engine, on_progress=progress) as engine:
+        async with open_engine(taking(self.engine, self.num_prompts), on_progress=progress) as engine:
             progress.clear()
             rng = random.Random(self.seed)
             special = engine.tokenizer.special_token_ids
@@ -43,7 +49,8 @@ class EmbedBench:
 async def _embed(engine: EngineClient, requests: list[EncodeRequest]) -> float:
     """The seconds that all of these take together."""
     started_s = time.monotonic()
-    async with trio.open_nursery() as nursery:
-        for request in requests:
-            nursery.start_soon(engine.encode, request)
+    with first_error():
+        async with trio.open_nursery() as nursery:
+            for request in requests:
+                nursery.start_soon(engine.encode, request)
     return time.monotonic() - started_s

@@ -71,13 +71,16 @@ class KernelsBench:
         """Measure every operation. Blocks for about half a minute.
 
         Raises:
-            BenchError: there are no native kernels on this machine.
+            BenchError: there are no native kernels on this machine, or not so many threads.
         """
         try:
             library = load_library(env.cache_dir() / "native")
         except NativeUnavailableError as error:
             raise BenchError(f"There are no native kernels to measure: {error}") from error
-        pool = ThreadPool(library, self.num_threads or env.hardware_facts().num_cpus)
+        try:
+            pool = ThreadPool(library, self.num_threads or env.hardware_facts().num_cpus)
+        except ValueError as error:
+            raise BenchError(f"--cpu-threads cannot be {self.num_threads}: {error}") from error
         try:
             bandwidth = measure_bandwidth(library, pool)
             ops = tuple(measure_ops(library, pool))

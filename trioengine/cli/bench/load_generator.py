@@ -18,7 +18,7 @@ import trio
 
 from trioengine.cli.bench.http_response import EventSplitter, ResponseParser
 from trioengine.cli.bench.report import StreamTimes
-from trioengine.errors import BenchError, ConfigError
+from trioengine.errors import BenchError, ConfigError, TrioEngineError
 
 MAX_READ_BYTES = 65536
 TOKEN_IDS = range(1000, 10000)
@@ -48,7 +48,7 @@ class ServerAddress:
             port = parts.port or 80
         except ValueError:
             port = None
-        if parts.scheme != "http" or not parts.hostname or port is None:
+        if parts.scheme != "http" or not parts.hostname or port is None or not url.isascii():
             raise ConfigError(f"--base-url must be like http://127.0.0.1:8000, not {url!r}.", option="base_url")
         return cls(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"))
 
@@ -201,6 +201,7 @@ async def stream_completion(connection: Connection, body: bytes, times: Completi
     times.sent_s = time.monotonic()
     await connection.send("POST", "/v1/completions", body)
     parser, splitter, refusal = ResponseParser(), EventSplitter(), list[bytes]()
+    is_whole = False
     while not parser.is_complete:
         data = await connection.receive(parser)
         now_s = time.monotonic()
@@ -208,10 +209,14 @@ async def stream_completion(connection: Connection, body: bytes, times: Completi
             refusal.append(data)
             continue
         for event in splitter.feed(data):
-            if event != b"[DONE]":
+            if event == b"[DONE]":
+                is_whole = True
+            else:
                 _note_event(event, now_s, times)
     if parser.status != 200:
         raise BenchError(f"The server answered {parser.status}: {b''.join(refusal)[:300].decode(errors='replace')}")
+    if not is_whole:
+        raise BenchError("The server's stream ended without [DONE].")
     if not times.num_output_tokens:
         # A server that sends no usage.
         times.num_output_tokens = len(times.outputs_s)
@@ -242,11 +247,11 @@ async def run_load(
 
 @contextlib.contextmanager
 def first_error() -> Generator[None]:
-    """Raises the first of a group of `BenchError`s by itself: they failed for one reason, most likely."""
+    """Raises the first of a group of our errors by itself: they failed for one reason, most likely."""
     errors: Sequence[BaseException] = ()
     try:
         yield
-    except* BenchError as failed:
+    except* TrioEngineError as failed:
         errors = failed.exceptions
     # Not up there: Python 3.11.2 makes a group of what is raised there.
     if errors:
@@ -254,18 +259,21 @@ def first_error() -> Generator[None]:
 
 
 def _note_event(event: bytes, now_s: float, times: CompletionTimes) -> None:
-    chunk = cast("dict[str, Any]", json.loads(event))
-    if "error" in chunk:
-        raise BenchError(f"The server broke off: {str(chunk['error'])[:300]}")
-    for choice in chunk.get("choices", ()):
-        text = choice.get("text") or ""
-        # A last chunk that only says why the answer ended is no output.
-        if text or not choice.get("finish_reason"):
-            times.outputs_s.append(now_s)
-            times.texts.append(text)
-    if usage := chunk.get("usage"):
-        times.num_prompt_tokens = usage["prompt_tokens"]
-        times.num_output_tokens = usage["completion_tokens"]
+    try:
+        chunk = cast("dict[str, Any]", json.loads(event))
+        if "error" in chunk:
+            raise BenchError(f"The server broke off: {str(chunk['error'])[:300]}")
+        for choice in chunk.get("choices", ()):
+            text = choice.get("text") or ""
+            # A last chunk that only says why the answer ended is no output.
+            if text or not choice.get("finish_reason"):
+                times.outputs_s.append(now_s)
+                times.texts.append(text)
+        if usage := chunk.get("usage"):
+            times.num_prompt_tokens = usage["prompt_tokens"]
+            times.num_output_tokens = usage["completion_tokens"]
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise BenchError(f"The server sent what is no chunk of a completion: {event[:200]!r}") from error
 
 
 async def _connect(address: ServerAddress) -> trio.SocketStream:

@@ -6,6 +6,7 @@ import time
 import attrs
 import trio
 
+from trioengine.cli.bench.load_generator import first_error
 from trioengine.cli.bench.report import BenchReport, StreamTimes, report_streams
 from trioengine.cli.progress import Progress
 from trioengine.client import open_engine
@@ -30,9 +31,13 @@ class OfflineBench:
     seed: int = 0
 
     async def run(self) -> BenchReport:
-        """Open the engine, warm it up with one short request, run the batch and report."""
+        """Open the engine, warm it up with one short request, run the batch and report.
+
+        Raises:
+            TrioEngineError: the engine does not start, or refuses a request.
+        """
         progress = Progress()
-        async with open_engine(self.engine, on_progress=progress) as engine:
+        async with open_engine(taking(self.engine, self.num_prompts), on_progress=progress) as engine:
             progress.clear()
             rng = random.Random(self.seed)
             await _generate(engine, self._request(engine, rng, 16, 2), StreamTimes(sent_s=0.0))
@@ -42,9 +47,10 @@ class OfflineBench:
             ]
             times = [StreamTimes(sent_s=0.0) for _ in requests]
             started_s = time.monotonic()
-            async with trio.open_nursery() as nursery:
-                for request, its_times in zip(requests, times, strict=True):
-                    nursery.start_soon(_generate, engine, request, its_times)
+            with first_error():
+                async with trio.open_nursery() as nursery:
+                    for request, its_times in zip(requests, times, strict=True):
+                        nursery.start_soon(_generate, engine, request, its_times)
             return report_streams(times, time.monotonic() - started_s)
 
     def _request(
@@ -60,6 +66,12 @@ class OfflineBench:
         )
         part = rng.choices(ordinary, k=-(-num_input_tokens // self.num_repeats))
         return GenerateRequest((part * self.num_repeats)[:num_input_tokens], sampling)
+
+
+def taking(config: EngineConfig, num_requests: int) -> EngineConfig:
+    """The same engine, whose queue has room for so many requests at once."""
+    limit = config.max_num_queued_reqs
+    return config if limit is None else attrs.evolve(config, max_num_queued_reqs=max(limit, num_requests))
 
 
 async def _generate(engine: EngineClient, request: GenerateRequest, times: StreamTimes) -> None:

@@ -72,9 +72,10 @@ def report_streams(streams: list[StreamTimes], wall_s: float) -> BenchReport:
     first_s = [end - start for start, end in waits]
     between_s = [gap for stream in started for gap in gaps(stream.outputs_s)]
     prefilling_s = covered_s(waits)
+    num_prompt_tokens = sum(stream.num_prompt_tokens for stream in started)
     return BenchReport(
         output_tokens_per_s=sum(stream.num_output_tokens for stream in streams) / wall_s,
-        prefill_tokens_per_s=sum(s.num_prompt_tokens for s in started) / prefilling_s if prefilling_s else None,
+        prefill_tokens_per_s=num_prompt_tokens / prefilling_s if num_prompt_tokens and prefilling_s else None,
         ttft_p50_ms=percentile_ms(first_s, 50),
         ttft_p99_ms=percentile_ms(first_s, 99),
         itl_p50_ms=percentile_ms(between_s, 50),

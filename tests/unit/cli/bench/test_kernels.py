@@ -47,3 +47,8 @@ async def test_without_kernels_there_are_no_figures(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "load_library", no_library)
     with pytest.raises(BenchError, match="no C compiler"):
         await KernelsBench().run()
+
+
+async def test_threads_that_there_cannot_be_are_one_clear_error() -> None:
+    with pytest.raises(BenchError, match="--cpu-threads cannot be 9999"):
+        await KernelsBench(num_threads=9999).run()

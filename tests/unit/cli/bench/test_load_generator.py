@@ -31,12 +31,15 @@ class Server:
         takes_tokens: bool = True,
         status: int = 200,
         cuts_streams: bool = False,
+        event: bytes | None = None,
         hangs_up_after_answers: bool = False,
     ) -> None:
         self.takes_tokens = takes_tokens
         self.hangs_up_after_answers = hangs_up_after_answers
         self.status = status
         self.cuts_streams = cuts_streams
+        self.event = event
+        """What it sends last in place of the rest; nothing is an end that is too early."""
         self.bodies: list[dict[str, object]] = []
         self.num_connections = 0
 
@@ -73,6 +76,9 @@ class Server:
         await stream.send_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + _event({"text": " one"}))
         if self.cuts_streams:
             return False
+        if self.event is not None:
+            await stream.send_all((_chunk(b"data: " + self.event + b"\n\n") if self.event else b"") + _chunk(b""))
+            return True
         usage = {"choices": [], "usage": {"prompt_tokens": len(fields["prompt"]), "completion_tokens": 3}}
         await stream.send_all(_event({"text": " two three"}) + _event({"text": "", "finish_reason": "length"}))
         await stream.send_all(_chunk(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n") + _chunk(b""))
@@ -148,6 +154,15 @@ async def test_prompts_have_a_prefix_in_common_that_a_request_before_may_have_se
     assert len({tuple(prompt[5:]) for prompt in lists}) == 5
 
 
+async def test_a_figure_that_the_server_gives_no_numbers_for_is_left_out() -> None:
+    """Without usage nobody knows how long the prompts were; outputs are taken for tokens then."""
+    async with running(Server(event=b"[DONE]")) as url:
+        bench = ServedBench(base_url=url, concurrency=1, num_prompts=2, num_input_tokens=8, num_output_tokens=3)
+        figures = (await bench.run()).figures()
+    assert figures["output_tokens_per_s"] > 0
+    assert "prefill_tokens_per_s" not in figures
+
+
 async def test_a_server_that_takes_no_token_ids_gets_text() -> None:
     server = Server(takes_tokens=False)
     async with running(server) as url:
@@ -158,7 +173,16 @@ async def test_a_server_that_takes_no_token_ids_gets_text() -> None:
 
 @pytest.mark.parametrize(
     ("server", "message"),
-    [(Server(status=503), "503.*too busy"), (Server(cuts_streams=True), "broken")],
+    [
+        (Server(status=503), "503.*too busy"),
+        (Server(cuts_streams=True), "broken"),
+        (Server(event=b""), r"ended without \[DONE\]"),
+        (Server(event=b'{"error": {"message": "out of luck"}}'), "broke off.*out of luck"),
+        *(
+            (Server(event=event), "no chunk")
+            for event in (b"hello", b"null", b"\xff", b'{"choices": null}', b'{"choices": [1]}', b'{"usage": {"x": 1}}')
+        ),
+    ],
 )
 async def test_a_failed_request_ends_the_load_with_one_clear_error(server: Server, message: str) -> None:
     async with running(server) as url:
@@ -185,7 +209,9 @@ async def test_a_server_that_is_not_there_is_one_clear_error() -> None:
             await find_model(connection)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://127.0.0.1", "http://", "http://a:99999"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "https://127.0.0.1", "http://", "http://a:99999", "http://ü", "http://a/ü"]
+)
 def test_a_base_url_that_cannot_work_is_refused(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ServerAddress.from_url(url)
