@@ -148,11 +148,13 @@ class ServerContext:
         """What `func` returns, unless the server stops or the time is over first.
 
         Raises:
+            EngineDeadError: the engine has died, or hangs.
             EngineClosedError: the server has stopped.
             DeadlineExceededError: the time is over.
         """
         if timeout_s is not None and not timeout_s > 0:
             raise RequestError("timeout must be a positive number of seconds.", param="timeout")
+        self.engine.check_health()  # A core that hangs would let the caller wait.
         has_stopped = False
         error: TrioEngineError | None = None
         result: list[T] = []

@@ -213,6 +213,18 @@ async def test_a_dead_engine_is_neither_healthy_nor_ready(path: str) -> None:
     assert (await json_of(await client.get(path), 503))["error"]["code"] == "engine_dead"
 
 
+@pytest.mark.parametrize(("method", "path"), [route for route in ADMIN_ROUTES if route != ("GET", "/debug/tasks")])
+async def test_nobody_waits_for_an_operation_of_an_engine_that_hangs(method: str, path: str) -> None:
+    """The core would not reply, for who knows how long; what the server's own tasks do can be seen even then."""
+    engine = FakeEngine(health_error=EngineDeadError("It shows no sign of life."))
+    body = {"method": "m", "lora_name": "a", "lora_path": "/a"} if method == "POST" else None
+    client = create_app(engine, ADMIN).test_client()
+    response = await client.open(path, method=method, json=body)
+    assert (await json_of(response, 503))["error"]["code"] == "engine_dead"
+    assert not engine.calls
+    assert (await client.get("/debug/tasks")).status_code == 200
+
+
 async def test_metrics_are_the_ones_that_were_given() -> None:
     """In the form that the scraper asks for; without any there is no such route."""
 

@@ -53,7 +53,8 @@ async def load_lora_adapter(context: ServerContext) -> Response:
     engine = context.engine
     if body.lora_name in (engine.model_name, *context.config.model_alias):
         raise RequestError("lora_name is a name of the served model's own.", param="lora_name")
-    if body.load_inplace and any(lora.name == body.lora_name for lora in await context.refresh_loras()):
+    loras = await context.refresh_loras()
+    if body.load_inplace and any(lora.name == body.lora_name for lora in loras):
         await engine.remove_lora(body.lora_name)
     with _body_params():
         await engine.add_lora(body.lora_name, body.lora_path)
