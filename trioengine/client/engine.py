@@ -5,6 +5,7 @@ nothing in it cancels the block: when a core dies, streams and calls raise `Engi
 same for cores that another process has started (`client.cores`).
 """
 
+import contextlib
 import random
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -23,18 +24,19 @@ from trioengine.client.interface import EngineClient
 from trioengine.client.link import CoreLink, LinkClient, OnProgress, WatchedCore
 from trioengine.client.stream import RequestStream
 from trioengine.config.engine import EngineConfig
-from trioengine.errors import EngineClosedError, EngineDeadError, TrioEngineError
+from trioengine.errors import EngineClosedError, EngineDeadError, RequestError, TrioEngineError
 from trioengine.frontend.admission import AdmissionLimits
 from trioengine.frontend.frontend import AddedRequest, Frontend, PendingCall
 from trioengine.frontend.input_processor import InputProcessor, ProcessedEncodeRequest, ProcessedRequest
 from trioengine.frontend.pooling_state import PoolingSink
 from trioengine.frontend.renderer import Renderer
+from trioengine.frontend.shared_loras import check_added, odd_loras
 from trioengine.observability.loggers import StatLoggerFactory, make_stat_loggers
 from trioengine.observability.stats import StatLogger
 from trioengine.runtime.core_handle import CORE_MODULE, AttachedCore
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from trioengine.transport.topology import bind_router
-from trioengine.types.messages import Call, ModelFacts, Ready
+from trioengine.types.messages import AddLoRA, Call, ListLoRAs, ModelFacts, Ready, RemoveLoRA
 from trioengine.types.pooling import EncodeRequest, PoolingOutput
 from trioengine.types.request import GenerateRequest
 
@@ -62,6 +64,7 @@ class Engine(EngineClient):
         self._link = link
         self._input_processor = InputProcessor(tokenizer, ready.model, random.Random(config.seed))
         self._renderer = self._input_processor.renderer
+        self._adding_lora = trio.Lock()
 
     @property
     def config(self) -> EngineConfig:
@@ -163,11 +166,37 @@ class Engine(EngineClient):
 
     async def call(self, call: Call[R]) -> R:
         """Run an operation on all cores. As `EngineClient.call`."""
-        replies = [_Reply[R]() for _ in range(self._frontend.num_cores)]
-        for core, reply in enumerate(replies):
-            pending = PendingCall(type(call), reply.set_value, reply.set_error)
-            self._link.send(core, self._frontend.add_call(call, pending, core))
-        return call.combine([await reply.wait() for reply in replies])
+        if isinstance(call, AddLoRA) and self._frontend.num_cores > 1:
+            async with self._adding_lora:
+                await self._add_lora(call)
+            return call.combine([None])
+        return call.combine(await self._replies(call))
+
+    async def _replies(self, call: Call[R]) -> list[R]:
+        """What each core says."""
+        return [await reply.wait() for reply in [self._ask(core, call) for core in range(self._frontend.num_cores)]]
+
+    def _ask(self, core: int, call: Call[R]) -> "_Reply[R]":
+        reply = _Reply[R]()
+        pending = PendingCall(type(call), reply.set_value, reply.set_error)
+        self._link.send(core, self._frontend.add_call(call, pending, core))
+        return reply
+
+    async def _add_lora(self, call: AddLoRA) -> None:
+        """Add an adapter to all cores, or to none. What one of them has forgotten for it, all forget."""
+        errors: list[TrioEngineError] = []
+        for reply in [self._ask(core, call) for core in range(self._frontend.num_cores)]:
+            try:
+                await reply.wait()
+            except TrioEngineError as error:
+                errors.append(error)
+        lists = await self._replies(ListLoRAs())
+        for reply in [self._ask(core, RemoveLoRA(name)) for core, name in odd_loras(lists)]:
+            with contextlib.suppress(RequestError):  # Another client has removed it meanwhile.
+                await reply.wait()
+        if errors:
+            raise errors[0]
+        check_added(call.name, lists)
 
     @property
     def dead_error(self) -> EngineDeadError | EngineClosedError | None:

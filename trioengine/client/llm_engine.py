@@ -35,11 +35,12 @@ from trioengine.core.executor import Executor
 from trioengine.errors import ConfigError, EngineClosedError, TrioEngineError
 from trioengine.frontend.frontend import AddedRequest, Frontend, PendingCall
 from trioengine.frontend.input_processor import InputProcessor, ProcessedEncodeRequest, ProcessedRequest
+from trioengine.frontend.shared_loras import odd_loras
 from trioengine.observability.loggers import StatLoggerFactory, make_stat_loggers
 from trioengine.observability.stats import StatLogger
 from trioengine.runtime.core_handle import CORE_MODULE
 from trioengine.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from trioengine.types.messages import Call, ModelFacts, Ready, StartWave
+from trioengine.types.messages import AddLoRA, Call, ListLoRAs, ModelFacts, Ready, RemoveLoRA, StartWave
 from trioengine.types.params import SamplingParams
 from trioengine.types.pooling import EncodeRequest, PoolingParams
 from trioengine.types.request import Deadlines, GenerateRequest, Prompt
@@ -339,13 +340,30 @@ class LLMEngine(BlockingOperations):
         """
         with self.interrupts:
             self._check_health()
-            replies = [_Reply[R]() for _ in range(self._frontend.num_cores)]
-            for core, reply in enumerate(replies):
-                pending = PendingCall(type(call), reply.set_value, reply.set_error)
-                self._client.send(core, self._frontend.add_call(call, pending, core))
-            while not all(reply.is_set for reply in replies):
-                self._advance()
-            return call.combine([reply.value() for reply in replies])
+            cores = range(self._frontend.num_cores)
+            if isinstance(call, AddLoRA) and len(cores) > 1:
+                self._add_lora(call)
+                return call.combine([None])
+            return call.combine([reply.value() for reply in self._replies([(core, call) for core in cores])])
+
+    def _replies(self, calls: Sequence[tuple[int, Call[R]]]) -> "Sequence[_Reply[R]]":
+        """Send each to a core and wait for its reply."""
+        replies = [_Reply[R]() for _ in calls]
+        for (core, call), reply in zip(calls, replies, strict=True):
+            pending = PendingCall(type(call), reply.set_value, reply.set_error)
+            self._client.send(core, self._frontend.add_call(call, pending, core))
+        while not all(reply.is_set for reply in replies):
+            self._advance()
+        return replies
+
+    def _add_lora(self, call: AddLoRA) -> None:
+        """Add an adapter to all cores, or to none. What one of them has forgotten for it, all forget."""
+        cores = range(self._frontend.num_cores)
+        added = self._replies([(core, call) for core in cores])
+        lists = [reply.value() for reply in self._replies([(core, ListLoRAs()) for core in cores])]
+        self._replies([(core, RemoveLoRA(name)) for core, name in odd_loras(lists)])
+        for reply in added:
+            reply.value()
 
     # Statistics and health
 

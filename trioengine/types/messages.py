@@ -353,6 +353,13 @@ class LoRAInfo:
 class ListLoRAs(Call[tuple[LoRAInfo, ...]]):
     """The adapters that requests may name."""
 
+    @classmethod
+    def combine(cls, replies: Sequence[Sequence[LoRAInfo]]) -> tuple[LoRAInfo, ...]:
+        """Those that all cores have: a request goes to any of them."""
+        first, *others = replies
+        names = [{info.name for info in infos} for infos in others]
+        return tuple(info for info in first if all(info.name in each for each in names))
+
 
 @attrs.frozen
 class PinLoRA(Call[None]):

@@ -33,7 +33,7 @@ from trioengine.testing.blocking_adapter import build_fake_core_here
 from trioengine.testing.fake_core import MODULE
 from trioengine.testing.fake_executor import generate_alone
 from trioengine.testing.fake_tokenizer import write_fake_model
-from trioengine.types.messages import CheckIntegrity, GetLoad
+from trioengine.types.messages import AddLoRA, CheckIntegrity, GetLoad, ListLoRAs
 from trioengine.types.output import FinishReason
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.request import Deadlines
@@ -249,6 +249,23 @@ def test_statistics_are_told_and_logged(open_engine: Opener) -> None:
     assert counter.finished == ["length", "abort"]
     assert counter.num_tokens >= 5
     assert (counter.num_logs, counter.num_closed) == (1, 1)
+
+
+def test_what_one_core_forgets_of_adapters_all_forget(model: str) -> None:
+    """Each makes room by its own use, but a request may go to any."""
+    with LLMEngine(EngineConfig(model=model, data_parallel_size=2), core_module=MODULE) as engine:
+        for name in ("a", "b"):
+            engine.call(AddLoRA(name, f"/{name}"))
+        for rank, name in enumerate(("b", "a")):
+            engine.add_request(
+                name, PROMPT, sampling(), lora_request=LoRARequest(name, 1, f"/{name}"), data_parallel_rank=rank
+            )
+        while engine.has_unfinished_requests():
+            engine.step()
+        engine.call(AddLoRA("c", "/c"))
+        assert [info.name for info in engine.call(ListLoRAs())] == ["c"]
+        engine.call(AddLoRA("a", "/a"))
+        assert [info.name for info in engine.call(ListLoRAs())] == ["c", "a"]
 
 
 def test_two_cores_share_the_requests(model: str) -> None:
@@ -490,7 +507,7 @@ def test_ctrl_c_at_any_moment_leaves_a_usable_engine(model: str, tmp_path: Path,
         from trioengine.client import llm, llm_engine
         from trioengine.testing.blocking_adapter import build_fake_core_here
         from trioengine.testing.fake_executor import generate_alone
-        from trioengine.types.messages import CheckIntegrity, GetLoad
+        from trioengine.types.messages import AddLoRA, CheckIntegrity, GetLoad, ListLoRAs
         from trioengine import LLM, SamplingParams
         from functools import partial
 

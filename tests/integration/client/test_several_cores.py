@@ -20,7 +20,7 @@ import trio
 from trioengine.client.cores import Attachment, Cores, start_cores
 from trioengine.client.engine import Engine, attach_engine, open_engine
 from trioengine.config.engine import EngineConfig
-from trioengine.errors import ConfigError, EngineDeadError, EngineStartError, RequestError
+from trioengine.errors import ConfigError, EngineDeadError, EngineStartError, RequestError, UnavailableError
 from trioengine.testing.fake_core import MODULE
 from trioengine.testing.fake_executor import generate_alone
 from trioengine.testing.fake_tokenizer import write_fake_model
@@ -104,7 +104,55 @@ async def until_idle(engine: Engine) -> None:
         await trio.sleep(0.005)
 
 
+async def use_lora(engine: Engine, name: str, rank: int) -> None:
+    request = GenerateRequest([1], SamplingParams(max_tokens=1), lora=name, data_parallel_rank=rank)
+    async with engine.generate(request) as stream:
+        assert (await anext(stream)).finished
+
+
 # Several cores
+
+
+async def test_what_one_core_forgets_of_adapters_all_forget(model: str) -> None:
+    """Each makes room by its own use, but a request may go to any."""
+    async with open_several(model) as engine:
+        for name in ("a", "b"):
+            await engine.add_lora(name, f"/{name}")
+        await use_lora(engine, "b", 0)
+        await use_lora(engine, "a", 1)
+        await engine.add_lora("c", "/c")
+        assert [info.name for info in await engine.list_loras()] == ["c"]
+        for name in ("a", "b"):
+            for rank in range(2):
+                with pytest.raises(RequestError, match="no adapter"):
+                    await use_lora(engine, name, rank)
+        await engine.add_lora("a", "/a")
+        for name in ("a", "c"):
+            for rank in range(2):
+                await use_lora(engine, name, rank)
+
+
+async def test_an_adapter_is_added_to_all_cores_or_to_none(model: str) -> None:
+    """One that cannot be added to one of them, as it has no room, is not left in the others."""
+    async with open_several(model) as engine:
+        for name in ("a", "b"):
+            await engine.add_lora(name, f"/{name}")
+        streams = [
+            engine.generate(GenerateRequest([1], ENDLESS, lora=name, data_parallel_rank=1)) for name in ("a", "b")
+        ]
+        for stream in streams:
+            await stream.__aenter__()
+            await anext(stream)
+        with pytest.raises(UnavailableError, match="no room"):
+            await engine.add_lora("c", "/c")
+        for stream in streams:
+            await stream.__aexit__(None, None, None)
+        await until_idle(engine)
+        names = [info.name for info in await engine.list_loras()]
+        assert len(names) == 1
+        await engine.add_lora("c", "/c")
+        for rank in range(2):
+            await use_lora(engine, "c", rank)
 
 
 async def test_requests_are_balanced_and_operations_run_on_all_cores(model: str) -> None:
