@@ -174,7 +174,7 @@ class Engine(EngineClient):
 
     async def _replies(self, call: Call[R]) -> list[R]:
         """What each core says."""
-        return [await reply.wait() for reply in [self._ask(core, call) for core in range(self._frontend.num_cores)]]
+        return [await reply.wait() for reply in [self._ask(core, call) for core in self._frontend.cores_of(call)]]
 
     def _ask(self, core: int, call: Call[R]) -> "_Reply[R]":
         reply = _Reply[R]()

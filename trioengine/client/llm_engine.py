@@ -340,7 +340,7 @@ class LLMEngine(BlockingOperations):
         """
         with self.interrupts:
             self._check_health()
-            cores = range(self._frontend.num_cores)
+            cores = self._frontend.cores_of(call)
             if isinstance(call, AddLoRA) and len(cores) > 1:
                 self._add_lora(call)
                 return call.combine([None])

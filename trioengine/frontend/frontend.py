@@ -23,7 +23,7 @@ from trioengine.errors import (
 from trioengine.frontend.admission import AdmissionLimits, AdmissionQueue
 from trioengine.frontend.deadlines import DeadlineHeap
 from trioengine.frontend.input_processor import ProcessedEncodeRequest, ProcessedRequest
-from trioengine.frontend.load_balancer import LoadBalancer, RankLoad
+from trioengine.frontend.load_balancer import LoadBalancer, RankLoad, check_rank
 from trioengine.frontend.logprobs import entries_by_slot
 from trioengine.frontend.parent_request import Child, ParentRequest
 from trioengine.frontend.pooling_state import PoolingSink, PoolingState, vectors_by_slot
@@ -40,6 +40,7 @@ from trioengine.types.messages import (
     EngineCoreRequest,
     ErrorData,
     Finished,
+    GetKVCacheEvents,
     Ready,
     Reply,
     SchedulerStats,
@@ -244,6 +245,17 @@ class Frontend:
         """End all open requests with reason "abort"."""
         for external_id in tuple(self._parents_by_external_id):
             self.abort(external_id)
+
+    def cores_of(self, call: Call[Any]) -> Sequence[int]:
+        """Which cores a call is for.
+
+        Raises:
+            RequestError: there is no core of the rank that it names.
+        """
+        if not isinstance(call, GetKVCacheEvents) or call.data_parallel_rank is None:
+            return range(len(self._ranks))
+        check_rank(call.data_parallel_rank, len(self._ranks), self._first_rank)
+        return (call.data_parallel_rank - self._first_rank,)
 
     def add_call(self, call: Call[R], pending: PendingCall, rank: int = 0) -> CallRequest:
         """Register a call. Send the result to the core of this rank.

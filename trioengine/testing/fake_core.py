@@ -71,7 +71,10 @@ def build_fake_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:
     waker = Waker()
     background = Background(waker.wake)
     config = attrs.evolve(
-        fake_core_config(), max_model_len=max_model_len, async_scheduling="async_scheduling" in options
+        fake_core_config(),
+        max_model_len=max_model_len,
+        async_scheduling="async_scheduling" in options,
+        enable_kv_cache_events=launch.config.enable_kv_cache_events,
     )
     core = EngineCore(config, executor, background=background)
     facts = ModelFacts(max_model_len, VOCAB_SIZE, (), pooling=EMBEDDING if "embeds" in options else None)

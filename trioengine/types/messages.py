@@ -194,6 +194,8 @@ class GetKVCacheEvents(Call[KVCacheEvents]):
     """The events after the one of this number; 0 is all that are kept. None where they are not recorded."""
 
     after: int
+    data_parallel_rank: int | None = None
+    """Of which core; unset is the first. Each counts its own."""
 
 
 @attrs.frozen

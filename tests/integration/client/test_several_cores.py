@@ -26,7 +26,7 @@ from trioengine.testing.fake_executor import generate_alone
 from trioengine.testing.fake_tokenizer import write_fake_model
 from trioengine.transport import address
 from trioengine.transport.topology import bind_blocking_router
-from trioengine.types.messages import CheckIntegrity, CoreLoad, GetLoad
+from trioengine.types.messages import CheckIntegrity, CoreLoad, GetKVCacheEvents, GetLoad
 from trioengine.types.params import RequestOutputKind, SamplingParams
 from trioengine.types.request import GenerateRequest
 
@@ -111,6 +111,17 @@ async def use_lora(engine: Engine, name: str, rank: int) -> None:
 
 
 # Several cores
+
+
+async def test_each_core_has_kv_cache_events_of_its_own(model: str) -> None:
+    """Whoever follows what is cached asks for each, with the number of that one's last event."""
+    async with open_several(model, enable_kv_cache_events=True) as engine:
+        await tokens_of(engine, [1] * 9, rank=1)
+        events = [await engine.call(GetKVCacheEvents(0, data_parallel_rank=rank)) for rank in (None, 0, 1)]
+        assert [len(each.events) > 0 for each in events] == [False, False, True]
+        assert events[2].last > 0
+        with pytest.raises(RequestError, match="data_parallel_rank must be 0 to 1"):
+            await engine.call(GetKVCacheEvents(0, data_parallel_rank=2))
 
 
 async def test_what_one_core_forgets_of_adapters_all_forget(model: str) -> None:
