@@ -28,8 +28,10 @@ from trioengine.openai.translate import (
 from trioengine.server.open_requests import OpenRequests
 from trioengine.server.responses import Responses
 from trioengine.types.messages import LoRAInfo
+from trioengine.types.pooling import EncodeRequest
 from trioengine.types.request import GenerateRequest
 
+Q = TypeVar("Q", GenerateRequest, EncodeRequest)
 T = TypeVar("T")
 
 LONG_BODY_BYTES = 32 * 1024
@@ -48,7 +50,7 @@ class RequestHead:
     data_parallel_rank: int | None
     trace_headers: dict[str, str] | None
 
-    def apply(self, generate_request: GenerateRequest, lora: str | None) -> GenerateRequest:
+    def apply(self, engine_request: Q, lora: str | None) -> Q:
         """The same request, with what the headers say, for this adapter."""
         found = {
             "session_id": self.session_id,
@@ -57,7 +59,7 @@ class RequestHead:
             "lora": lora,
         }
         changes = {name: value for name, value in found.items() if value is not None}
-        return attrs.evolve(generate_request, **changes) if changes else generate_request
+        return attrs.evolve(engine_request, **changes) if changes else engine_request
 
 
 class MetricsSource(Protocol):

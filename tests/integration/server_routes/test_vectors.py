@@ -116,6 +116,17 @@ async def test_options_of_a_vector_reach_the_engine() -> None:
     assert (request.priority, request.cache_salt, request.truncate_prompt_tokens) == (4, "s", 3)
 
 
+async def test_headers_count_for_each_input() -> None:
+    """As for texts: the session's core, the core by its rank, and the span that those of the request belong to."""
+    engine = FakeVectorEngine()
+    headers = {"X-Session-Id": "s", "X-data-parallel-rank": "0", "traceparent": "00-1-2-01"}
+    client = create_app(engine).test_client()
+    response = await client.post("/v1/embeddings", json={"input": ["a", "b"]}, headers=headers)
+    assert response.status_code == 200
+    said = [(each.session_id, each.data_parallel_rank, each.trace_headers) for each in engine.encode_requests]
+    assert said == [("s", 0, {"traceparent": "00-1-2-01"})] * 2
+
+
 async def test_a_model_without_vectors_says_so() -> None:
     """With 400."""
     assert (await error_of(await post(FakeEngine(), PATH, {"input": "a"})))["param"] == "model"

@@ -34,7 +34,7 @@ from trioengine.openai.encode_reply import (
     score_parts,
 )
 from trioengine.openai.errors import at_path
-from trioengine.server.context import ServerContext
+from trioengine.server.context import RequestHead, ServerContext
 from trioengine.server.open_requests import OpenRequest
 from trioengine.server.replies import json_response
 from trioengine.server.routes.request import read_body, request_head
@@ -121,6 +121,7 @@ class _Batch(Generic[B]):
     context: ServerContext
     body: B
     head: EncodeHead
+    request_head: RequestHead
     lora: str | None
 
     async def run(self, inputs: Sequence[tuple[EncodePrompt, str]], params: PoolingParams) -> Sequence[PoolingOutput]:
@@ -175,15 +176,15 @@ class _Batch(Generic[B]):
         return [outputs[index] for index in range(len(inputs))]
 
     def _request(self, index: int, prompt: EncodePrompt, params: PoolingParams) -> EncodeRequest:
-        return EncodeRequest(
+        encode_request = EncodeRequest(
             prompt,
             params,
             request_id=f"{self.head.id}-{index}",
             priority=self.body.priority,
             cache_salt=self.body.cache_salt,
-            lora=self.lora,
             truncate_prompt_tokens=self.body.truncate_prompt_tokens,
         )
+        return self.request_head.apply(encode_request, self.lora)
 
     async def scores(
         self, firsts: Sequence[str], seconds: Sequence[str], use_activation: bool | None, names: tuple[str, str]
@@ -221,11 +222,11 @@ class _Batch(Generic[B]):
 async def _open_batch(context: ServerContext, body_class: type[B], id_prefix: str) -> _Batch[B]:
     """Read the body, and check all of it that needs no engine."""
     context.check_open()
-    reply_id = request_head(id_prefix).id
+    http_head = request_head(id_prefix)
     body = await read_body(lambda data: parse_encode_body(data, body_class))
     lora = await context.check_body(body)
-    head = EncodeHead(reply_id, int(time.time()), lora or context.engine.model_name)
-    return _Batch(context, body, head, lora)
+    head = EncodeHead(http_head.id, int(time.time()), lora or context.engine.model_name)
+    return _Batch(context, body, head, http_head, lora)
 
 
 def _facts(context: ServerContext) -> PoolingFacts:
