@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from trioengine.client.interface import OutputStream
-from trioengine.errors import EngineGenerateError, ForbiddenError, RequestError
+from trioengine.errors import CheckpointError, EngineGenerateError, ForbiddenError, RequestError
 from trioengine.openai.chat_answer import chat_form
 from trioengine.openai.chat_protocol import ChatCompletionRequest, parse_chat_request
 from trioengine.openai.chat_stream import chat_events, chat_reply
@@ -308,7 +308,12 @@ class StreamRequests:
         call = call_from_json(fields)
         if not self._context.config.enable_admin and not isinstance(call, FREE_CALLS):
             raise ForbiddenError(f"{type(call).__name__} needs a server with --enable-admin.")
-        reply = await self._engine.call(call)
+        self._engine.check_health()  # A core that hangs would let the caller wait.
+        try:
+            reply = await self._engine.call(call)
+        except CheckpointError as error:
+            # What a file holds that a caller names is the caller's fault.
+            raise RequestError(error.message, param="path") from None
         request.chunk(dumps({"reply": reply_to_json(call, reply)}))
         request.done()
 

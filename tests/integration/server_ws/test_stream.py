@@ -13,6 +13,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.config.server import ServerConfig
+from trioengine.errors import CheckpointError, EngineDeadError
 from trioengine.server import stream_connection, websocket, ws_endpoint
 from trioengine.server.app import create_app
 from trioengine.server.ws_endpoint import serve_stream
@@ -257,6 +258,27 @@ async def test_errors_are_those_of_http_and_the_connection_goes_on(
         assert (error["status"], error["error"]["param"], error["error"]["code"]) == (status, param, code)
         await client.create("1", max_tokens=1)
         assert (await client.read_to_end())[-1]["type"] == "done"
+
+
+async def test_an_operation_fails_with_what_its_caller_can_use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with the files that it names; and that the engine hangs, at once."""
+
+    async def call(_: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise CheckpointError("/a is damaged.", path="/a")
+
+    def check_health() -> None:
+        raise EngineDeadError("It shows no sign of life.")
+
+    async with open_served(kind, enable_admin=True) as served, served.connect() as client:
+        monkeypatch.setattr(served.engine.engine, "call", call)
+        await client.create("1", "call", name="UpdateWeights", fields={"path": "/a"})
+        (error,) = await client.read_to_end()
+        assert (error["status"], error["error"]["param"], error["error"]["message"]) == (400, "path", "/a is damaged.")
+        monkeypatch.setattr(served.engine.engine, "check_health", check_health)
+        await client.create("1", "call", name="GetLoad")
+        (error,) = await client.read_to_end()
+        assert (error["status"], error["error"]["code"]) == (503, "engine_dead")
 
 
 async def test_a_strict_server_refuses_what_it_would_change(kind: str) -> None:
