@@ -69,7 +69,7 @@ def make_stat_loggers(
     if config.enable_log_requests:
         loggers.append(RequestLogger())
     if not config.disable_log_stats:
-        loggers.append(LoggingStatLogger())
+        loggers.append(LoggingStatLogger(num_cores=num_cores))
         loggers.append(
             PrometheusStatLogger(
                 config,
@@ -160,8 +160,10 @@ class LoggingStatLogger:
     An engine that has nothing to do says so once, and then nothing until it has.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, num_cores: int = 1) -> None:
+        """`num_cores`: those that have said nothing yet count, too."""
         self._clock = clock
+        self._num_cores = num_cores
         self._said_at_s = clock()
         self._schedulers: dict[int, SchedulerStats] = {}
         self._own = _Totals()
@@ -218,12 +220,13 @@ class LoggingStatLogger:
 
     def _subject(self) -> str:
         ranks = list(self._schedulers)
-        return f"{len(ranks)} engines" if len(ranks) > 1 else f"Engine {ranks[0] if ranks else 0}"
+        num_cores = max(self._num_cores, len(ranks))
+        return f"{num_cores} engines" if num_cores > 1 else f"Engine {ranks[0] if ranks else 0}"
 
     def _kv_cache_percent(self) -> float:
         """The mean of all cores."""
         schedulers = self._schedulers.values()
-        return 100 * sum(scheduler.kv_cache_usage for scheduler in schedulers) / max(1, len(schedulers))
+        return 100 * sum(scheduler.kv_cache_usage for scheduler in schedulers) / max(self._num_cores, len(schedulers))
 
 
 def _details(new: _Totals) -> str:

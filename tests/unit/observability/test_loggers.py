@@ -175,6 +175,21 @@ def test_a_line_of_one_engine(log: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_an_engine_that_has_said_nothing_yet_counts(log: pytest.LogCaptureFixture) -> None:
+    """The line is of both from the start, and the mean is not that of the one that works."""
+    clock = Clock()
+    stat_logger = LoggingStatLogger(clock, num_cores=2)
+    clock.now_s += 10
+    stat_logger.log()
+    stat_logger.record(IterationStats(1, SchedulerStats(1, 0, 0.5, 1, 0, 0, 0, 0, 0)))
+    clock.now_s += 10
+    stat_logger.log()
+    assert lines(log) == [
+        "2 engines: prompt 0.0 tok/s, generation 0.0 tok/s, 0 running, 0 waiting, KV cache 0.0%",
+        "2 engines: prompt 0.0 tok/s, generation 0.0 tok/s, 1 running, 0 waiting, KV cache 25.0%",
+    ]
+
+
 def test_several_engines_have_one_line(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stat_logger = LoggingStatLogger(clock)
