@@ -190,6 +190,13 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         if key in metadata:
             raise reader.broken(f"the metadata key {key!r} appears twice")
         metadata[key] = reader.value(key)
+    num_files = metadata.get("split.count", 1)
+    if isinstance(num_files, int) and num_files > 1:
+        raise CheckpointError(
+            f"{path} is one of {num_files} files that a model was split into. Put them together with llama.cpp's"
+            " `llama-gguf-split --merge`, and give the file that it writes.",
+            path=str(path),
+        )
 
     infos = [reader.tensor_info() for _ in range(num_tensors)]
     tensors = _locate_tensors(reader, infos, _alignment_bytes(reader, metadata))

@@ -70,6 +70,14 @@ def write_valid(path: Path) -> None:
     writer.close()
 
 
+def test_a_part_of_a_split_model_says_what_to_do(path: Path) -> None:
+    path.write_bytes(build([entry("split.count", 2, struct.pack("<H", 3))]))
+    with pytest.raises(CheckpointError, match=r"one of 3 files.*llama-gguf-split --merge"):
+        open_gguf(path)
+    path.write_bytes(build([entry("split.count", 2, struct.pack("<H", 1))]))
+    assert open_gguf(path).metadata["split.count"] == 1
+
+
 def test_reads_what_the_gguf_package_wrote(path: Path) -> None:
     write_valid(path)
     file = open_gguf(path)
