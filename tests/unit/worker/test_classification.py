@@ -117,6 +117,27 @@ def test_logits_are_those_of_transformers(family: str, computer: str, tmp_path: 
     assert relative_error(parts, expected) < TOLERANCES[computer]
 
 
+@pytest.mark.parametrize("sees", [False, True])
+def test_gemma_3_has_a_class_that_sees_and_one_that_does_not(sees: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(**SIZES, num_labels=3, sliding_window=4)
+    text_model = transformers.Gemma3TextForSequenceClassification(config).eval()
+    expected = logits_of(text_model)
+    if sees:
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = transformers.Gemma3ForSequenceClassification(
+            transformers.Gemma3Config(
+                text_config=config.to_dict(), vision_config={**vision, "image_size": 28, "patch_size": 14}, num_labels=3
+            )
+        )
+        model.model.language_model.load_state_dict(text_model.model.state_dict())
+        model.score.load_state_dict(text_model.score.state_dict())
+        model.save_pretrained(tmp_path)
+    else:
+        text_model.save_pretrained(tmp_path)
+    assert relative_error(vectors(load(tmp_path, "torch"), LOGITS), expected) < TOLERANCES["torch"]
+
+
 @pytest.mark.parametrize(
     ("num_labels", "problem_type"),
     [

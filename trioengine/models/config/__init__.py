@@ -5,7 +5,7 @@ refused here, before any weight is read. This package does not import torch and 
 """
 
 from trioengine.models.config.families import FAMILIES, Family
-from trioengine.models.config.from_folder import ARCHITECTURES, config_from_folder
+from trioengine.models.config.from_folder import ARCHITECTURES, CLASSIFYING, config_from_folder
 from trioengine.models.config.from_gguf import LONG_ROPE_FACTORS, ROPE_FACTORS, config_from_gguf
 from trioengine.models.config.labels import HeadConfig, LabelActivation
 from trioengine.models.config.model import (
@@ -29,6 +29,7 @@ from trioengine.models.config.rope import (
 
 __all__ = [
     "ARCHITECTURES",
+    "CLASSIFYING",
     "FAMILIES",
     "LONG_ROPE_FACTORS",
     "ROPE_FACTORS",

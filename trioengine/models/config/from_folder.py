@@ -21,16 +21,23 @@ from trioengine.models.config.rope import (
 )
 from trioengine.types.pooling import PoolingType
 
-SEEING = {
+_CLASSES = {family.class_name: architecture for architecture, family in FAMILIES.items()}
+_SEEING = {
     family.seeing_class_name: architecture for architecture, family in FAMILIES.items() if family.seeing_class_name
 }
-_CLASSES = {family.class_name: architecture for architecture, family in FAMILIES.items()}
-CLASSIFYING = {
-    f"{name.removesuffix('ForCausalLM')}ForSequenceClassification": architecture
+_SEEING_CLASSIFYING = {
+    f"{name.removesuffix('ForConditionalGeneration')}ForSequenceClassification": architecture
+    for name, architecture in _SEEING.items()
+}
+CLASSIFYING = _SEEING_CLASSIFYING | {
+    # Where a class sees, the one that does not is another.
+    f"{name.removesuffix('ForCausalLM')}{'Text' * (architecture in _SEEING.values())}ForSequenceClassification": (
+        architecture
+    )
     for name, architecture in _CLASSES.items()
 }
 """Models that say which label a text has."""
-ARCHITECTURES = _CLASSES | SEEING | CLASSIFYING
+ARCHITECTURES = _CLASSES | _SEEING | CLASSIFYING
 """By `architectures` of `config.json`."""
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 """By transformers' names."""
@@ -50,7 +57,8 @@ def config_from_folder(folder: Path) -> ModelConfig:
     architecture = ARCHITECTURES[name]
     family = FAMILIES[architecture]
     end_tokens = facts.token_ids("eos_token_id")
-    if name in SEEING:
+    head = read_head(facts, pooling_type=PoolingType.LAST) if name in CLASSIFYING else None
+    if name in _SEEING or name in _SEEING_CLASSIFYING:
         facts = facts.inner("text_config") or facts.nothing()
         end_tokens += facts.token_ids("eos_token_id")
     facts = facts.with_defaults(family.defaults)
@@ -61,9 +69,9 @@ def config_from_folder(folder: Path) -> ModelConfig:
     if generation_path.is_file():
         end_tokens += Facts(read_json(generation_path), str(generation_path)).token_ids("eos_token_id")
     config = _config(facts, architecture, tuple(dict.fromkeys(end_tokens)))
-    if name in CLASSIFYING:
+    if head is not None:
         # Nobody asks for the next token, so the embedding may stand where the output head is.
-        config = attrs.evolve(config, head=read_head(facts, pooling_type=PoolingType.LAST), has_tied_embeddings=True)
+        config = attrs.evolve(config, head=head, has_tied_embeddings=True)
     return checked(config, facts)
 
 
