@@ -21,10 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trioengine.checkpoint.locate import ModelLocation
 from trioengine.checkpoint.small_files import read_json_object
 from trioengine.errors import CheckpointError
+from trioengine.models.config import CLASSIFYING
+from trioengine.models.encoder_config import FOLDER_CLASSES
 from trioengine.models.loader import CheckpointVersion, checkpoint_version
 
 ATTENTION_NAME = "trioengine"
@@ -189,6 +192,14 @@ def _read_config(path: Path) -> transformers.PretrainedConfig:
 
 
 def _build_without_weights(path: Path, config: transformers.PretrainedConfig) -> PreTrainedModel:
+    names = config.architectures or []
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if known is None or known not in names:
+        why = f"its architectures are {', '.join(names)[:100] or 'not named'}; of its model type "
+        why += "none can be run" if known is None else f"only {known} can be run"
+        if known is None or not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+            why += f". Vectors and labels are given by {', '.join((*FOLDER_CLASSES, *CLASSIFYING))}"
+        raise checkpoint_error(path, why)
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(
@@ -202,13 +213,6 @@ def _build_without_weights(path: Path, config: transformers.PretrainedConfig) ->
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # It has a table of attentions of its own.
             raise checkpoint_error(path, _OWN_ATTENTION) from error
         raise checkpoint_error(path, f"transformers cannot build it: {summary(error)}") from error
-    names = config.architectures or []
-    if type(module).__name__ not in names:
-        raise checkpoint_error(
-            path,
-            f"its architectures are {', '.join(names)[:100] or 'not named'}; of its model type only"
-            f" {type(module).__name__} can be run",
-        )
     if getattr(module, "_is_stateful", False):
         raise checkpoint_error(path, "it keeps a state beside keys and values, which is not supported")
     return prepared(module)

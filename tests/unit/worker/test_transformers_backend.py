@@ -322,6 +322,11 @@ def test_options_that_it_cannot_have_are_refused(option: str, tmp_path: Path) ->
             "knows the model type 'new'",
         ),
         ({"architectures": ["GPTNeoXForSequenceClassification"]}, "only GPTNeoXForCausalLM can be run"),
+        (
+            {"model_type": "mpnet", "architectures": ["MPNetModel"]},
+            "are MPNetModel; of its model type none can be run. Vectors and labels are given by BertModel, ",
+        ),
+        ({"model_type": "electra", "architectures": ["ElectraModel"]}, "LlamaForSequenceClassification"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights are packed"),
         ({"hidden_size": -3}, "transformers cannot"),
         ({"hidden_size": "64"}, "transformers cannot read"),
