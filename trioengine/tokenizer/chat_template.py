@@ -184,6 +184,9 @@ def _cut_at(text: str, mark: str) -> str:
 
 def _token_texts(tokenizer: Tokenizer) -> dict[str, object]:
     facts = tokenizer.facts
+    if facts.special_tokens:
+        # One that they do not name is one that the template's authors did not have.
+        return dict(facts.special_tokens)
     ids = {
         "bos_token": facts.bos_token_id,
         "eos_token": tokenizer.eos_token_id,

@@ -32,6 +32,9 @@ _SENTENCEPIECE_CLASSES = ("", "Llama", "CodeLlama", "Gemma", "Mistral")
 _WORDPIECE_CLASSES = ("", "Bert", "DistilBert", "Electra")
 _BYTE_LEVEL_CLASSES: Mapping[str, WordSplitting] = {"GPT2": GPT2, "Qwen2": QWEN2}
 
+_UNNAMED = "additional"
+"""Before special tokens without a role."""
+
 Object = Mapping[str, object]
 
 
@@ -146,14 +149,18 @@ def _special_tokens(folder: Path, config: Object) -> dict[str, str]:
     """The contents of the special tokens by role. tokenizer_config.json overrules special_tokens_map.json."""
     tokens: dict[str, str] = {}
     for source in (read_json_object(folder / "special_tokens_map.json"), config):
-        for key, value in source.items():
+        named = dict(source)
+        for key in ("extra_special_tokens", "model_specific_special_tokens"):
+            if isinstance(value := source.get(key), Mapping):
+                named.update(cast(Object, value))
+        for key, value in named.items():
             role, _, rest = key.rpartition("_token")
             content = _content(value)
             if role and not rest and content is not None:
                 tokens[role] = content
-            elif key == "additional_special_tokens" and isinstance(value, list):
+            elif key in ("additional_special_tokens", "extra_special_tokens") and isinstance(value, list):
                 contents = map(_content, cast(list[object], value))
-                tokens.update({f"additional {item}": item for item in contents if item is not None})
+                tokens.update({f"{_UNNAMED} {item}": item for item in contents if item is not None})
     return tokens
 
 
@@ -254,6 +261,9 @@ def _facts(folder: Path, backend: tokenizers.Tokenizer, config: Object, specials
         eos_token_ids=tuple(dict.fromkeys(ends)),
         pad_token_id=token_id("pad"),
         unk_token_id=token_id("unk"),
+        special_tokens={
+            f"{role}_token": content for role, content in specials.items() if not role.startswith(f"{_UNNAMED} ")
+        },
         chat_templates=_chat_templates(folder, config.get("chat_template")),
     )
 

@@ -19,6 +19,8 @@ class TokenizerFacts:
     """The model's own end of sequence first, then other tokens that end an answer."""
     pad_token_id: int | None = None
     unk_token_id: int | None = None
+    special_tokens: Mapping[str, str] = attrs.field(factory=dict[str, str])
+    """What chat templates know tokens by, as "bos_token". Empty where the files have no names, only ids."""
     chat_templates: Mapping[str, str] = attrs.field(factory=dict[str, str])
     """Jinja source by name; "default" is the usual one."""
 

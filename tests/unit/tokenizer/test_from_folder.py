@@ -80,6 +80,24 @@ def test_bos_is_added_when_the_configuration_overrules(tmp_path: Path) -> None:
     assert load(tmp_path, with_bos, tokenizer_config__json=config | {"add_bos_token": False}).encode("") == []
 
 
+def test_a_chat_template_gets_the_tokens_that_the_tokenizer_names(tmp_path: Path) -> None:
+    """Qwen 2.5 has no BOS, though its config.json has an id for one; others name more than the usual four."""
+    names = ["bos_token", "eos_token", "sep_token", "image_token"]
+    config: dict[str, Any] = {"chat_template": "|".join(f"{{{{ {name} }}}}" for name in names), "eos_token": "</s>"}
+    ids = {"bos_token_id": 0, "eos_token_id": 1}
+
+    def rendered(**changes: Any) -> str:
+        tokenizer = load(tmp_path, tokenizer_config__json=config | changes, config__json=ids)
+        return render_chat(tokenizer, [{"role": "user", "content": ""}]).prompt_text
+
+    assert rendered() == "|</s>||"
+    assert rendered(bos_token=None, sep_token="<|extra|>") == "|</s>|<|extra|>|"
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        assert rendered(**{key: {"image_token": "<|extra|>"}}) == "|</s>||<|extra|>"
+    del config["eos_token"]
+    assert rendered() == "<s>|</s>||"
+
+
 def test_settings_for_training_batches_are_dropped(tmp_path: Path) -> None:
     """They would cut or pad prompts silently."""
     backend = make_backend()
