@@ -88,6 +88,12 @@ def render_chat(
     )
     source = own_source or chat_template
     if source is None:
+        if names := ", ".join(map(repr, tokenizer.facts.chat_templates))[:MAX_MESSAGE_CHARS]:
+            raise RequestError(
+                f"This model's chat templates are named {names}, and none is the default one, which messages like these"
+                " need. Serve it with the option chat_template, or use the completions API.",
+                param="messages",
+            )
         raise RequestError("This model has no chat template. Use the completions API.", param="messages")
     template = _compile(source) if own_source is not None else _compile_given(source)
     end_mark = ""

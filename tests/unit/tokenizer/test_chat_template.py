@@ -217,6 +217,13 @@ def test_a_model_without_a_template_says_so(tokenizer: Tokenizer) -> None:
         render_chat(Tokenizer(tokenizer._backend, TokenizerFacts()), user("x"))
 
 
+def test_a_model_without_a_default_template_says_which_it_has(tokenizer: Tokenizer) -> None:
+    chat = Tokenizer(tokenizer._backend, TokenizerFacts(chat_templates={"rag": "R", "tool_use": "T"}))
+    with pytest.raises(RequestError, match=r"are named 'rag', 'tool_use', and none is the default one"):
+        render_chat(chat, user("x"))
+    assert render_chat(chat, user("x"), template_kwargs={"tools": [{}]}).prompt_text == "T"
+
+
 def test_no_messages_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="must not be empty"):
         render_chat(tokenizer, [])
