@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import attrs
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers
 
 from trioengine.checkpoint.small_files import read_bytes, read_json_object, read_text
 from trioengine.errors import CheckpointError
@@ -69,6 +69,10 @@ def read_folder_tokenizer(folder: Path, cache_dir: Path) -> TokenizerParts:
     _add_tokens(folder, found, config, specials)
     facts = _facts(folder, backend, config, specials)
     _apply_affixes(backend, config, found, specials)
+    if read_json_object(folder / "sentence_bert_config.json").get("do_lower_case") is True:
+        # As sentence-transformers, before whatever the tokenizer does.
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])  # pyright: ignore
     return TokenizerParts(backend, facts)
 
 

@@ -98,6 +98,18 @@ def test_a_chat_template_gets_the_tokens_that_the_tokenizer_names(tmp_path: Path
     assert rendered() == "<s>|</s>||"
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_texts_are_lowered_where_sentence_transformers_does(has_own: bool, tmp_path: Path) -> None:
+    backend = make_backend()
+    if has_own:
+        backend.normalizer = normalizers.Replace("b", "x")
+    tokenizer = load(tmp_path, backend, sentence_bert_config__json={"do_lower_case": True})
+    assert tokenizer.decode(tokenizer.encode("ÄB<S>c")) == ("äx<s>c" if has_own else "äb<s>c")
+    assert tokenizer.encode("<s>B", allow_special=True)[0] == 0
+    tokenizer = load(tmp_path, backend, sentence_bert_config__json={"do_lower_case": False})
+    assert tokenizer.decode(tokenizer.encode("AC")) == "AC"
+
+
 def test_settings_for_training_batches_are_dropped(tmp_path: Path) -> None:
     """They would cut or pad prompts silently."""
     backend = make_backend()
