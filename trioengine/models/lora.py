@@ -58,6 +58,8 @@ _UNSUPPORTED: Mapping[str, Sequence[object]] = {
     "monteclora_config": (None,),
     "velora_config": (None,),
 }
+_NEVER_CHANGED = ("lm_head", "embed_tokens")
+"""Every model has them."""
 _GGML_TYPES: Mapping[TensorDType, GGMLType] = {
     TensorDType.F32: GGMLType.F32,
     TensorDType.F16: GGMLType.F16,
@@ -277,9 +279,13 @@ class _Reader:
         found = set[str]()
         for name in wanted:
             named = {each.module for each in places if each.module == name or each.module.endswith(f".{name}")}
-            if not named:
+            if name.rpartition(".")[2] in _NEVER_CHANGED:
                 raise self._error(f"target_modules names {name[:100]!r}, which adapters cannot change here")
             found |= named
+        if not found:
+            names = ", ".join(map(repr, wanted))[:100]
+            raise self._error(f"target_modules names {names}, of which adapters can change nothing here")
+        # What else it names the model may not have: adapters' lists are for many models.
         return found
 
     def _pattern(self, key: str, pattern: str) -> re.Pattern[str]:

@@ -103,6 +103,7 @@ def test_the_scale_is_alpha_by_the_rank(tmp_path: Path, values: dict[str, Any], 
         (r".*\.(q|v)_proj", 6),
         (r"model\.layers\.[02]\.self_attn\.o_proj", 2),
         ("all-linear", 21),
+        (["q_proj", "query_key_value", "w1"], 3),
     ],
 )
 def test_target_modules(tmp_path: Path, targets: list[str] | str, count: int) -> None:
@@ -216,6 +217,7 @@ def refusal(folder: Path, config: ModelConfig = CONFIG) -> CheckpointError:
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head'"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "'embed_tokens'"),
         ({"target_modules": "nothing"}, "'nothing'"),
+        ({"target_modules": ["w1", "w2"]}, "'w1', 'w2'"),
         ({"target_modules": "("}, "target_modules"),
         ({"target_modules": "(((a+)+)+)+b"}, "for ever"),
         ({"target_modules": ".*.*.*.*.*.*.*q"}, "for ever"),
