@@ -151,7 +151,18 @@ def open_checkpoint(location: ModelLocation) -> Checkpoint:
             return Checkpoint(version, config, gguf_source(file, config))
         case ModelKind.FOLDER:
             config = config_from_folder(location.path)
-            return Checkpoint(version, config, folder_source(location.path, config))
+            source = folder_source(location.path, config)
+            return Checkpoint(version, _with_own_head(config, source), source)
+
+
+def _with_own_head(config: ModelConfig, source: Source) -> ModelConfig:
+    """As transformers has it: an output head that is another matrix than the embedding counts, whatever `config.json`
+    says. Who trains a head alone often leaves that as it was."""
+    if not config.has_tied_embeddings or config.head is not None:
+        return config
+    names = source.names
+    is_own = source.differ(f"{names.head}.weight", f"{names.embedding}.weight")
+    return attrs.evolve(config, has_tied_embeddings=not is_own)
 
 
 def checkpoint_version(location: ModelLocation) -> CheckpointVersion:

@@ -49,6 +49,8 @@ class StoredMatrix:
         return len(self.rows)
 
 
+_ROWS_AT_A_TIME = 1024
+
 MatrixPart: TypeAlias = StoredMatrix | PackedMatrix
 """A matrix of a checkpoint. All kinds have `name`, `num_rows`, `num_columns` and `floats(first, end)`."""
 
@@ -111,6 +113,34 @@ class Source:
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether there are two such tensors of one shape, none of them packed, with different numbers.
+
+        Raises:
+            CheckpointError: one has no floats.
+        """
+        shape = self._shapes.get(name)
+        if (
+            shape is None
+            or len(shape) != 2
+            or shape != self._shapes.get(other)
+            or not self._packed.keys().isdisjoint((name, other))
+        ):
+            return False
+        tensors = self._read(name), self._read(other)
+        one, two = (
+            StoredMatrix(each.name, each.ggml_type, each.data.reshape(shape[0], -1), shape[1]) for each in tensors
+        )
+        for first in range(0, shape[0], _ROWS_AT_A_TIME):
+            rows = slice(first, first + _ROWS_AT_A_TIME)
+            if one.kind is two.kind:
+                is_same = np.array_equal(one.rows[rows], two.rows[rows])
+            else:
+                is_same = np.array_equal(one.floats(rows.start, rows.stop), two.floats(rows.start, rows.stop))
+            if not is_same:
+                return True
+        return False
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Return when there is such a tensor. CheckpointError: it is missing, or has another shape."""

@@ -185,6 +185,23 @@ def test_tensors_that_some_writers_add_are_ignored(tmp_path: Path) -> None:
     assert loaded.decoder.weights.head is loaded.decoder.weights.embedding
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_is_another_matrix_counts_although_the_configuration_ties_it(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Trained alone, as transformers 5 has it. The same numbers in another type are no other matrix."""
+    model = tied(tiny_model())
+    tensors = folder_tensors(model)
+    embedding = tensors["model.embed_tokens.weight"] = model.decoder.weights.embedding.bfloat16().float()
+    head = embedding.clone()
+    loaded = load_model(write_folder(tmp_path, model, tensors | {"lm_head.weight": head.to(dtype)}))
+    assert loaded.decoder.weights.head is loaded.decoder.weights.embedding
+    head[-1, -1] += 1
+    loaded = load_model(write_folder(tmp_path, model, tensors | {"lm_head.weight": head.to(dtype)}))
+    assert not loaded.config.has_tied_embeddings
+    assert torch.equal(loaded.decoder.weights.head, head.to(dtype).float())
+
+
 def test_progress_rises_to_one(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tiny_model())
     fractions: list[float] = []
