@@ -27,6 +27,7 @@ from trioengine.checkpoint.locate import ModelLocation
 from trioengine.checkpoint.small_files import read_json_object
 from trioengine.errors import CheckpointError
 from trioengine.models.config import CLASSIFYING
+from trioengine.models.config.facts import MAX_SIZE
 from trioengine.models.encoder_config import FOLDER_CLASSES
 from trioengine.models.loader import CheckpointVersion, checkpoint_version
 
@@ -265,6 +266,10 @@ def _max_length(path: Path, config: transformers.PretrainedConfig) -> int:
         kind = parameters.get("rope_type")
         if kind == "dynamic":
             raise checkpoint_error(path, "its rope scaling is dynamic: results would depend on other requests")
+        if kind == "yarn":
+            original, factor = parameters.get("original_max_position_embeddings"), parameters.get("factor")
+            if isinstance(original, int) and isinstance(factor, (int, float)):
+                length = max(length, int(min(original * factor, MAX_SIZE)))
         if kind == "longrope":
             # Beyond it transformers takes other frequencies, for all sequences of a step.
             original = parameters.get("original_max_position_embeddings", length)

@@ -263,6 +263,28 @@ def test_yarn_of_a_file_that_says_little(tmp_path: Path) -> None:
     assert from_file.layer_ropes[0].scaling == expected
 
 
+@pytest.mark.parametrize(("trained", "expected"), [(32, 128), (100, 128), (500, 500)])
+def test_yarn_that_a_user_adds_makes_the_context_longer(tmp_path: Path, trained: int, expected: int) -> None:
+    """Qwen's model cards say to add it, and leave max_position_embeddings."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    config = family(tmp_path, "Qwen2ForCausalLM", rope_scaling=scaling, max_position_embeddings=trained)
+    assert config.max_position_embeddings == expected
+    linear = {"type": "linear", "factor": 4.0}  # Of some models that is in max_position_embeddings already.
+    config = family(tmp_path, "Qwen2ForCausalLM", rope_scaling=linear, max_position_embeddings=trained)
+    assert config.max_position_embeddings == trained
+    assert (
+        from_gguf(
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+                "llama.context_length": trained,
+            }
+        ).max_position_embeddings
+        == expected
+    )
+
+
 def test_layers_of_one_window_are_a_group(tmp_path: Path) -> None:
     config = attrs.evolve(from_folder(tmp_path, {"num_hidden_layers": 5}), layer_windows=(8, None, 8, None, 4))
     assert config.kv_groups == [KVGroup(8, (0, 2)), KVGroup(None, (1, 3)), KVGroup(4, (4,))]

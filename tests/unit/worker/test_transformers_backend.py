@@ -396,6 +396,12 @@ def test_longer_texts_than_the_first_frequencies_are_for_are_not_offered(tmp_pat
     assert open_transformers_checkpoint(location).config.max_position_embeddings == 32
 
 
+def test_yarn_that_a_user_adds_makes_the_context_longer(tmp_path: Path) -> None:
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+    location = write_tiny(tmp_path, "seed_oss", rope_parameters=parameters)
+    assert open_transformers_checkpoint(location).config.max_position_embeddings == 256
+
+
 def table() -> list[tuple[str, str]]:
     """The docs' rows: model type and result."""
     section = DOCS.read_text().partition("## Other architectures")[2].partition("\n## ")[0]

@@ -2,7 +2,9 @@
 
 import math
 
-from trioengine.models.config.facts import Facts
+import attrs
+
+from trioengine.models.config.facts import MAX_SIZE, Facts
 from trioengine.models.config.model import ModelConfig
 from trioengine.models.config.rope import Llama3RopeScaling, LongRopeScaling, Rope, RopeFactors, YarnRopeScaling
 
@@ -11,7 +13,7 @@ MAX_NUM_EXPERTS = 4096
 
 
 def checked(config: ModelConfig, facts: Facts) -> ModelConfig:
-    """The same configuration.
+    """The same configuration, with the context that yarn was asked for.
 
     Raises:
         CheckpointError: nothing could compute it.
@@ -25,7 +27,13 @@ def checked(config: ModelConfig, facts: Facts) -> ModelConfig:
             raise facts.error(f"the end token {token_id} is not in the vocabulary of {config.vocab_size}")
     if (experts := config.experts) is not None and experts.num_experts_per_token > experts.num_experts:
         raise facts.error(f"{experts.num_experts_per_token} experts for a token are more than {experts.num_experts}")
-    return config
+    # Qwen's users add yarn to config.json, as they are told, and leave its max_position_embeddings.
+    lengths = [
+        int(min(rope.scaling.original_max_position_embeddings * rope.scaling.factor, MAX_SIZE))
+        for rope in config.layer_ropes
+        if rope is not None and isinstance(rope.scaling, YarnRopeScaling)
+    ]
+    return attrs.evolve(config, max_position_embeddings=max(config.max_position_embeddings, *lengths, 0))
 
 
 def _check_rope(rope: Rope, head_dim: int, facts: Facts) -> None:
