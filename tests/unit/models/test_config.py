@@ -263,6 +263,14 @@ def test_yarn_of_a_file_that_says_little(tmp_path: Path) -> None:
     assert from_file.layer_ropes[0].scaling == expected
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_kind_is_linear(key: str) -> None:
+    """As llama.cpp has it: its first files with linear scaling said no more."""
+    assert from_gguf({f"llama.{key}": 4.0}).layer_ropes[0].scaling == LinearRopeScaling(4.0)
+    assert [from_gguf({f"llama.{key}": factor}).layer_ropes[0].scaling for factor in (1.0, 0.0)] == [None, None]
+    assert from_gguf({f"llama.{key}": 4.0, "llama.rope.scaling.type": "none"}).layer_ropes[0].scaling is None
+
+
 @pytest.mark.parametrize(("trained", "expected"), [(32, 128), (100, 128), (500, 500)])
 def test_yarn_that_a_user_adds_makes_the_context_longer(tmp_path: Path, trained: int, expected: int) -> None:
     """Qwen's model cards say to add it, and leave max_position_embeddings."""

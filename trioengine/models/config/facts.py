@@ -42,6 +42,10 @@ class Facts:
         """Whether the key has a value."""
         return self._values.get(key) is not None
 
+    def is_one_of(self, key: str, *values: object) -> bool:
+        """Whether the key has one of these values."""
+        return self._values.get(key) in values
+
     def nothing(self) -> "Facts":
         """Of the same file, with no key at all."""
         return Facts({}, self._path, self._prefix)

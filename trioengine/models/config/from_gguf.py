@@ -161,8 +161,13 @@ def _scaling(file: GGUFFile, facts: Facts) -> RopeScaling | None:
             attention_factor=facts.number("rope.scaling.attn_factor", 1.0),
         )
     match kind:
-        case "none":
+        case "none" if facts.has("rope.scaling.type"):
             return None
+        case "none":
+            # The first files with linear scaling did not say that it is linear; 0 is none, too.
+            key = "rope.scaling.factor" if facts.has("rope.scaling.factor") else "rope.scale_linear"
+            factor = 1.0 if facts.is_one_of(key, 0) else facts.number(key, 1.0)
+            return None if factor == 1 else LinearRopeScaling(factor)
         case "linear":
             return LinearRopeScaling(facts.number("rope.scaling.factor"))
         case "yarn":
