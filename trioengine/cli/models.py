@@ -130,10 +130,10 @@ def _show(name: str | None, *, is_json: bool) -> int:
 
 def _why_it_cannot_run(location: ModelLocation) -> str | None:
     # Imported late: the other actions need nothing of it.
-    from trioengine.models.loader import open_checkpoint
+    from trioengine.runtime.build import check_model
 
     try:
-        open_checkpoint(location)
+        check_model(location)
     except CheckpointError as error:
         return str(error)
     return None

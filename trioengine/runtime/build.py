@@ -1,6 +1,7 @@
 """Builds the real engine core: the model's facts, the resolved numbers, the executor, the core.
 
-The one module outside `worker` that imports it, and with it what computes: only core processes come here.
+The one module outside `worker` that imports it, and with it what computes: only core processes come here, and who asks
+whether a model runs.
 """
 
 import functools
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
     from trioengine.worker.loading import Computer
 
 logger = logging.getLogger(__name__)
+
+
+def check_model(location: ModelLocation) -> None:
+    """Return when this is a model that can be run. Its weights are not read.
+
+    Raises:
+        CheckpointError: as `build_engine_core` would.
+    """
+    if open_encoder(location) is None:
+        from trioengine.worker.loading import open_model
+
+        open_model(location)
 
 
 def build_launched_core(launch: CoreLaunch, progress: ReportProgress) -> BuiltCore:

@@ -85,6 +85,25 @@ def test_a_model_that_cannot_run_says_why(tmp_path: Path, capsys: pytest.Capture
     assert "no: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["BertModel", "OPTForCausalLM"])
+def test_models_that_our_decoder_does_not_compute_can_run_too(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An encoder, and one that transformers' code computes."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+    if name == "BertModel":
+        model = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=16))
+    else:
+        config = transformers.OPTConfig(**sizes, ffn_dim=16, word_embed_proj_dim=16)
+        model = transformers.OPTForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert cli.main(["models", "show", "--json", str(tmp_path)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["architecture"], shown["problem"]) == (name, None)
+
+
 def answer(monkeypatch: pytest.MonkeyPatch, text: str, *, is_terminal: bool = True) -> None:
     stream = io.StringIO(text)
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
