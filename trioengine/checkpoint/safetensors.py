@@ -89,7 +89,8 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Mapping[str, TensorView]
     """Map every tensor of a model folder, by name.
 
     Reads the files that `model.safetensors.index.json` lists where there is one, else `model.safetensors`, else every
-    `*.safetensors` in the folder.
+    `*.safetensors` in the folder. An index whose files are gone counts for nothing beside a `model.safetensors`: it is
+    what transformers leaves where it saves in one file what were several.
 
     Raises:
         CheckpointError: no such file, a shard is missing, a tensor is missing, appears twice, or a file is damaged.
@@ -97,7 +98,9 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Mapping[str, TensorView]
     folder = Path(folder)
     index_path = folder / INDEX_NAME
     if index_path.exists():
-        return _open_indexed(folder, index_path)
+        names_by_file = _read_index(index_path)
+        if all((folder / name).exists() for name in names_by_file) or not (folder / SINGLE_NAME).exists():
+            return _open_indexed(folder, names_by_file)
     paths = [folder / SINGLE_NAME] if (folder / SINGLE_NAME).exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise CheckpointError(f"{folder} has no *.safetensors file.", path=str(folder))
@@ -110,7 +113,8 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Mapping[str, TensorView]
     return MappingProxyType(tensors)
 
 
-def _open_indexed(folder: Path, index_path: Path) -> Mapping[str, TensorView]:
+def _read_index(index_path: Path) -> Mapping[str, set[str]]:
+    """The names of the tensors in each file."""
     index = _parse_object(index_path, bytes(map_file(index_path)))
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -120,6 +124,10 @@ def _open_indexed(folder: Path, index_path: Path) -> Mapping[str, TensorView]:
         if not isinstance(file_name, str) or not file_name or file_name in (".", "..") or set(file_name) & set("/\\\0"):
             raise _broken(index_path, f"the tensor {name!r} is not in a file of this folder")
         names_by_file.setdefault(file_name, set()).add(name)
+    return names_by_file
+
+
+def _open_indexed(folder: Path, names_by_file: Mapping[str, set[str]]) -> Mapping[str, TensorView]:
     tensors: dict[str, TensorView] = {}
     for file_name, names in names_by_file.items():
         path = folder / file_name

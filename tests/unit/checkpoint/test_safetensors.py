@@ -53,6 +53,18 @@ def test_the_index_says_which_shards_are_read(tmp_path: Path) -> None:
     assert sorted(open_safetensors(tmp_path)) == ["a", "b"]
 
 
+def test_an_index_whose_files_are_gone_counts_for_nothing_beside_a_single_file(tmp_path: Path) -> None:
+    """transformers leaves it where a model that was sharded is saved in one file."""
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    save_file({"a": np.ones(1, np.float32)}, tmp_path / "one.safetensors")
+    with pytest.raises(CheckpointError, match=r"two\.safetensors is missing"):
+        open_safetensors(tmp_path)
+    save_file({"a": np.full(1, 7, np.float32), "b": np.zeros(2, np.float32)}, tmp_path / NAME)
+    assert open_safetensors(tmp_path)["a"].data.view(np.float32).tolist() == [7]
+    save_file({"b": np.zeros(2, np.float32)}, tmp_path / "two.safetensors")
+    assert open_safetensors(tmp_path)["a"].data.view(np.float32).tolist() == [1]
+
+
 def test_without_an_index_every_file_is_read(tmp_path: Path) -> None:
     save_file({"a": np.ones(1, np.float32)}, tmp_path / "one.safetensors")
     save_file({"b": np.zeros(2, np.float32)}, tmp_path / "two.safetensors")
