@@ -40,7 +40,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     facts = Facts(file.metadata, str(file.path))
     name = facts.text("general.architecture")
     if name not in ARCHITECTURES:
-        raise facts.unsupported_architecture(name, ARCHITECTURES)
+        raise facts.unsupported_architecture(name, (*ARCHITECTURES, "bert"))  # That one is an encoder.
     # The keys of an architecture all begin with its name.
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
