@@ -378,7 +378,7 @@ async def test_cancelling_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> No
     """The thread that fetches the model is told, so that it does not go on behind the caller's back."""
     ended = threading.Event()
 
-    def fetch(name: str | None, *, cache_dir: Path, progress: Callable[[FetchProgress], None]) -> ModelLocation:
+    def fetch(name: str | None, *, progress: Callable[[FetchProgress], None], **_: object) -> ModelLocation:
         try:
             while True:
                 progress(FetchProgress(1, 2))
