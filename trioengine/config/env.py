@@ -21,10 +21,6 @@ FLOPS_PER_CPU_PER_S = 50e9
 for one core alone and 52 for each of two. Only the size of a step is derived from it, so nothing is measured at start.
 """
 
-NATIVE_FLOPS_PER_CPU_PER_S = 90e9
-"""The same for the native kernels' quantized products: 670 tokens per second of a prefill of 135 million weights on two
-cores."""
-
 _CGROUP = Path("/sys/fs/cgroup")
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """NVIDIA's driver on Linux, and Windows' below its own Linux."""

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trioengine_kernels.native.library import NativeUnavailableError  # noqa: E402
+from trioengine_kernels.native.library import Isa, NativeUnavailableError  # noqa: E402
 
 from trioengine.checkpoint.locate import ModelKind, ModelLocation  # noqa: E402
 from trioengine.config.engine import EngineConfig, Quantization  # noqa: E402
@@ -27,7 +27,12 @@ from trioengine.testing.native import native_library  # noqa: E402
 from trioengine.testing.tiny_model import folder_tensors, tiny_model, write_folder, write_gguf  # noqa: E402
 from trioengine.types.params import SamplingParams  # noqa: E402
 from trioengine.worker import loading  # noqa: E402
-from trioengine.worker.loading import Computer, choose_computer, load_executor  # noqa: E402
+from trioengine.worker.loading import (  # noqa: E402
+    NATIVE_FLOPS_PER_CPU_PER_S,
+    Computer,
+    choose_computer,
+    load_executor,
+)
 
 CONFIG = ResolvedConfig(
     max_model_len=64,
@@ -228,6 +233,14 @@ def test_the_native_kernels_estimate_larger_steps() -> None:
     native, plain = Computer(native_library()).hardware_facts(), TORCH.hardware_facts()
     assert native.flops_per_s > plain.flops_per_s
     assert (native.num_cpus, native.ram_bytes) == (plain.num_cpus, plain.ram_bytes)
+
+
+@pytest.mark.parametrize("isa", list(Isa))
+def test_a_step_is_as_large_as_the_processors_kernels_are_fast(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = native_library()
+    monkeypatch.setattr(type(library), "isa", isa)
+    facts = Computer(library).hardware_facts()
+    assert facts.flops_per_s == facts.num_cpus * NATIVE_FLOPS_PER_CPU_PER_S[isa]
 
 
 WITHOUT_TORCH = """
